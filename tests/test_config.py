@@ -1,0 +1,70 @@
+"""The configuration is checked once, at the edge, by name."""
+
+import dataclasses
+
+import ml_collections
+import pytest
+
+from gyre import config
+
+TINY = {"model": {"source": "init", "hf_config": {"model_type": "llama"}}}
+
+
+def _with(**sections):
+  return {**TINY, **sections}
+
+
+def test_defaults_resolve_and_are_frozen():
+  resolved = config.from_config_dict(TINY)
+  assert resolved.rollout.group_size == 8
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    resolved.run.seed = 3
+
+
+def test_config_dict_and_mapping_give_the_same():
+  values = _with(run={"seed": 7}, sandbox={"backends": ("process",)})
+  assert config.from_config_dict(
+    ml_collections.ConfigDict(values)
+  ) == config.from_config_dict(values)
+
+
+def test_to_dict_round_trips():
+  resolved = config.from_config_dict(_with(optim={"lr": 3e-4}))
+  assert config.from_config_dict(resolved.to_dict()) == resolved
+
+
+@pytest.mark.parametrize(
+  "sections,needle",
+  [
+    ({"optim": {"learning_rate": 1.0}}, "optim.learning_rate"),
+    ({"optimizer": {}}, "optimizer"),
+    ({"run": {"steps": "many"}}, "run.steps"),
+    ({"run": {"steps": 2.5}}, "run.steps"),
+    ({"run": {"steps": True}}, "run.steps"),
+    ({"run": {"deterministic": 1}}, "run.deterministic"),
+    ({"learner": {"loss": "ppo"}}, "learner.loss"),
+    ({"sandbox": {"backends": "process"}}, "sandbox.backends"),
+    ({"sandbox": {"backends": ()}}, "sandbox.backends"),
+    ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
+    ({"rollout": {"top_k": 5}}, "rollout.top_k"),
+    ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+    ({"rollout": {"group_size": 0}}, "rollout.group_size"),
+    ({"model": {"source": "hf"}}, "model.path"),
+    ({"model": {"source": "init"}}, "model.hf_config"),
+    ({"learner": {"row_tokens": 64}}, "learner.row_tokens"),
+    ({"agent": {"max_context": 1 << 20}}, "agent.max_context"),
+    (
+      {"learner": {"aggregation": "seq_mean_token_sum_norm"}},
+      "learner.sum_norm_len",
+    ),
+  ],
+)
+def test_mistakes_are_named_in_one_line(sections, needle):
+  with pytest.raises(config.ConfigError) as error:
+    config.from_config_dict(_with(**sections))
+  assert needle in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+def test_integers_are_accepted_where_a_float_is_meant():
+  assert config.from_config_dict(_with(optim={"lr": 1})).optim.lr == 1.0
