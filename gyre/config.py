@@ -164,7 +164,7 @@ class Learner:
   sum_norm_len: int = 0
   updates_per_batch: int = 1
   micro_rows: int = 1
-  row_tokens: int = 2048
+  row_tokens: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)
