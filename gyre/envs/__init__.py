@@ -1,0 +1,1 @@
+"""Tasks, sandboxes, verifiers and the built-in agent loop."""
