@@ -1,0 +1,1 @@
+"""Effects: the loop, its cell, checkpoints, metrics, evaluation."""

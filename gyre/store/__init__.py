@@ -1,0 +1,1 @@
+"""Files of a run: rollouts in SQLite, arrays in safetensors, manifests."""

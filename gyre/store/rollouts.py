@@ -1,0 +1,484 @@
+"""Rollouts in one SQLite file: executions, calls, groups, samples, events.
+
+One writer, any number of readers (write-ahead log). A finished execution is
+one transaction, flushed to disk before it returns, so that a killed process
+loses none that was reported. Token arrays are little-endian blobs; a call
+stores the earlier call of its execution whose tokens its prompt extends and
+only what extends them, so that a conversation of n turns costs its length
+once, not n times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gyre.types import Call, Execution, Group, Outcome, Sample
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE groups (
+  group_id TEXT PRIMARY KEY, phase TEXT NOT NULL, idx INTEGER NOT NULL,
+  task_id TEXT NOT NULL, version INTEGER NOT NULL, consumed_step INTEGER
+) STRICT;
+CREATE INDEX groups_by_phase ON groups (phase, idx);
+CREATE TABLE executions (
+  execution_id TEXT PRIMARY KEY, group_id TEXT NOT NULL,
+  idx INTEGER NOT NULL, task_id TEXT NOT NULL, version INTEGER NOT NULL,
+  seed INTEGER NOT NULL, truncated TEXT NOT NULL, turns INTEGER NOT NULL,
+  status TEXT, score REAL, outcome TEXT, messages TEXT NOT NULL,
+  t_start REAL NOT NULL, t_end REAL NOT NULL
+) STRICT;
+CREATE INDEX executions_by_group ON executions (group_id, idx);
+CREATE TABLE calls (
+  execution_id TEXT NOT NULL, ordinal INTEGER NOT NULL,
+  call_id TEXT NOT NULL, group_id TEXT NOT NULL,
+  base INTEGER, base_len INTEGER NOT NULL, prompt BLOB NOT NULL,
+  completion BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  finish_reason TEXT NOT NULL, parent_hint TEXT, role TEXT NOT NULL,
+  routing TEXT, t_start REAL NOT NULL, t_end REAL NOT NULL,
+  engine TEXT NOT NULL, asked TEXT NOT NULL, used TEXT NOT NULL,
+  PRIMARY KEY (execution_id, ordinal)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE samples (
+  step INTEGER NOT NULL, ordinal INTEGER NOT NULL,
+  execution_id TEXT NOT NULL, group_id TEXT NOT NULL, role TEXT NOT NULL,
+  advantage REAL, length INTEGER NOT NULL, base INTEGER, base_len INTEGER
+  NOT NULL, ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL,
+  versions BLOB NOT NULL, PRIMARY KEY (step, ordinal)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE events (
+  event_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL,
+  payload TEXT NOT NULL, t REAL NOT NULL
+) STRICT;
+"""
+
+
+class StoreError(RuntimeError):
+  """The store refuses or cannot write; the message is one line."""
+
+
+def _blob(x: Any, dtype: str) -> bytes:
+  return np.ascontiguousarray(x, dtype).tobytes()
+
+
+def _array(blob: bytes, dtype: str) -> np.ndarray:
+  return np.frombuffer(blob, dtype).astype(dtype[1:], copy=True)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """Length of the longest common prefix."""
+  n = min(len(a), len(b))
+  differs = np.flatnonzero(a[:n] != b[:n])
+  return int(differs[0]) if len(differs) else n
+
+
+def _json(x: Any) -> str:
+  return json.dumps(x, sort_keys=True)
+
+
+def _bases(calls: Sequence[Call]) -> list[tuple[int | None, int]]:
+  """For each call: (ordinal of the call its prompt extends, tokens shared).
+
+  Looks at the call named by parent_hint and at the one before; both are
+  checked token for token, so a wrong hint costs space, never content.
+  """
+  tokens: list[np.ndarray] = []
+  by_id: dict[str, int] = {}
+  out: list[tuple[int | None, int]] = []
+  for i, call in enumerate(calls):
+    candidates = {i - 1, by_id.get(call.parent_hint or "", i - 1)}
+    best: tuple[int | None, int] = (None, 0)
+    for j in sorted(candidates):
+      if j >= 0:
+        shared = _common(tokens[j], call.prompt_ids)
+        if shared > best[1]:
+          best = (j, shared)
+    out.append(best)
+    tokens.append(np.concatenate([call.prompt_ids, call.completion_ids]))
+    by_id[call.call_id] = i
+  return out
+
+
+class RolloutStore:
+  """The rollouts of one run. Use one object in one thread."""
+
+  def __init__(self, path: str | os.PathLike, *, readonly: bool = False):
+    """Opens the file, creating it unless `readonly`.
+
+    Args:
+      path: rollouts.sqlite.
+      readonly: never write; fails when the file is missing.
+
+    Raises:
+      StoreError: missing, unreadable or of another schema version.
+    """
+    self.path = pathlib.Path(path)
+    self.readonly = readonly
+    mode = "ro" if readonly else "rwc"
+    uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+    try:
+      self._db = sqlite3.connect(
+        uri, uri=True, isolation_level=None, timeout=10
+      )
+      if not readonly:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+      version = self._db.execute("PRAGMA user_version").fetchone()[0]
+      empty = not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.Error as error:
+      raise StoreError(f"cannot open {self.path}: {error}") from None
+    if empty and not readonly:
+      with self._transaction():
+        for statement in _SCHEMA.split(";\n"):
+          if statement.strip():
+            self._db.execute(statement)
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    elif version != SCHEMA_VERSION:
+      self._db.close()
+      raise StoreError(
+        f"{self.path} has schema {version}, this gyre reads {SCHEMA_VERSION}"
+      )
+
+  def close(self) -> None:
+    """Closes the file; everything reported is already on disk."""
+    self._db.close()
+
+  def __enter__(self) -> RolloutStore:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+  @contextlib.contextmanager
+  def _transaction(self) -> Iterator[None]:
+    try:
+      self._db.execute("BEGIN IMMEDIATE")
+      try:
+        yield
+      except BaseException:
+        if self._db.in_transaction:
+          self._db.execute("ROLLBACK")
+        raise
+      self._db.execute("COMMIT")
+    except sqlite3.Error as error:
+      if self._db.in_transaction:
+        self._db.execute("ROLLBACK")
+      raise StoreError(f"cannot write {self.path}: {error}") from error
+
+  # Groups.
+
+  def put_group(self, group: Group, phase: str = "train") -> None:
+    """Registers a dispatched group; the same one twice is accepted.
+
+    Raises:
+      StoreError: another group of that id is there.
+    """
+    row = (group.group_id, phase, group.index, group.task_id, group.version)
+    with self._transaction():
+      old = self._db.execute(
+        "SELECT group_id, phase, idx, task_id, version FROM groups"
+        " WHERE group_id = ?",
+        row[:1],
+      ).fetchone()
+      if old is None:
+        self._db.execute("INSERT INTO groups VALUES (?,?,?,?,?,NULL)", row)
+      elif old != row:
+        raise StoreError(f"group {group.group_id} is {old}, not {row}")
+
+  def groups(self, phase: str | None = None) -> list[Group]:
+    """Returns the groups in dispatch order, without their executions."""
+    where, args = ("", ()) if phase is None else (" WHERE phase = ?", (phase,))
+    rows = self._db.execute(
+      f"SELECT group_id, idx, task_id, version FROM groups{where}"
+      " ORDER BY phase, idx, group_id",
+      args,
+    )
+    return [Group(*row) for row in rows]
+
+  def group(self, group_id: str) -> Group | None:
+    """Returns a group with its finished executions, or None."""
+    row = self._db.execute(
+      "SELECT group_id, idx, task_id, version FROM groups WHERE group_id = ?",
+      (group_id,),
+    ).fetchone()
+    if row is None:
+      return None
+    return Group(*row, executions=tuple(self.executions(group_id)))
+
+  def set_consumed(self, consumed: Mapping[str, int]) -> None:
+    """Derives the consumed flags from a manifest: group_id -> step.
+
+    Every other group is unconsumed afterwards.
+    """
+    with self._transaction():
+      self._db.execute("UPDATE groups SET consumed_step = NULL")
+      self._db.executemany(
+        "UPDATE groups SET consumed_step = ? WHERE group_id = ?",
+        [(step, group_id) for group_id, step in consumed.items()],
+      )
+
+  def mark_consumed(self, group_ids: Iterable[str], step: int) -> None:
+    """Flags groups as trained by `step`, whose manifest is committed."""
+    with self._transaction():
+      self._db.executemany(
+        "UPDATE groups SET consumed_step = ? WHERE group_id = ?",
+        [(step, g) for g in group_ids],
+      )
+
+  def consumed(self) -> dict[str, int]:
+    """Returns group_id -> step of the groups flagged as consumed."""
+    return dict(
+      self._db.execute(
+        "SELECT group_id, consumed_step FROM groups"
+        " WHERE consumed_step IS NOT NULL"
+      )
+    )
+
+  # Executions.
+
+  def put_execution(self, execution: Execution) -> None:
+    """Stores a finished execution durably, in one transaction.
+
+    Raises:
+      StoreError: it is already there, or it cannot be written.
+    """
+    e = execution
+    outcome = e.outcome and _json(dataclasses.asdict(e.outcome))
+    row = (e.execution_id, e.group_id, e.index, e.task_id, e.version, e.seed)
+    row += (e.truncated, e.turns, e.outcome and e.outcome.status)
+    row += (e.outcome and e.outcome.score, outcome)
+    row += (_json([dict(m) for m in e.messages]), e.t_start, e.t_end)
+    try:
+      with self._transaction():
+        self._db.execute(
+          f"INSERT INTO executions VALUES ({','.join('?' * 14)})", row
+        )
+        for i, (base, shared) in enumerate(_bases(e.calls)):
+          self._put_call(i, e.calls[i], base, shared)
+    except StoreError as error:
+      if isinstance(error.__cause__, sqlite3.IntegrityError):
+        raise StoreError(f"execution {e.execution_id} is stored") from None
+      raise
+
+  def _put_call(self, i: int, c: Call, base: int | None, shared: int) -> None:
+    row = (c.execution_id, i, c.call_id, c.group_id, base, shared)
+    row += (_blob(c.prompt_ids[shared:], "<i4"),)
+    row += (_blob(c.completion_ids, "<i4"), _blob(c.logprobs, "<f4"))
+    row += (_blob(c.versions, "<i4"), c.finish_reason, c.parent_hint, c.role)
+    row += (c.routing, c.t_start, c.t_end, c.engine)
+    row += (_json(dict(c.sampling_asked)), _json(dict(c.sampling_used)))
+    self._db.execute(f"INSERT INTO calls VALUES ({','.join('?' * 19)})", row)
+
+  def _calls(self, execution_id: str) -> tuple[Call, ...]:
+    rows = self._db.execute(
+      "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
+      " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
+      " engine, asked, used FROM calls WHERE execution_id = ?"
+      " ORDER BY ordinal",
+      (execution_id,),
+    )
+    calls: list[Call] = []
+    tokens: list[np.ndarray] = []
+    for row in rows:
+      call_id, group_id, base, shared, prompt, completion = row[:6]
+      prompt_ids = _array(prompt, "<i4")
+      if base is not None:
+        prompt_ids = np.concatenate([tokens[base][:shared], prompt_ids])
+      call = Call(
+        execution_id=execution_id,
+        group_id=group_id,
+        call_id=call_id,
+        prompt_ids=prompt_ids,
+        completion_ids=_array(completion, "<i4"),
+        logprobs=_array(row[6], "<f4"),
+        versions=_array(row[7], "<i4"),
+        finish_reason=row[8],
+        parent_hint=row[9],
+        role=row[10],
+        routing=row[11],
+        t_start=row[12],
+        t_end=row[13],
+        engine=row[14],
+        sampling_asked=json.loads(row[15]),
+        sampling_used=json.loads(row[16]),
+      )
+      calls.append(call)
+      tokens.append(np.concatenate([prompt_ids, call.completion_ids]))
+    return tuple(calls)
+
+  def execution(self, execution_id: str) -> Execution | None:
+    """Returns a finished execution, bit for bit, or None."""
+    row = self._db.execute(
+      "SELECT execution_id, group_id, idx, task_id, version, seed, truncated,"
+      " turns, outcome, messages, t_start, t_end FROM executions"
+      " WHERE execution_id = ?",
+      (execution_id,),
+    ).fetchone()
+    if row is None:
+      return None
+    return Execution(
+      execution_id=row[0],
+      group_id=row[1],
+      index=row[2],
+      task_id=row[3],
+      version=row[4],
+      seed=row[5],
+      calls=self._calls(execution_id),
+      outcome=None if row[8] is None else Outcome(**json.loads(row[8])),
+      truncated=row[6],
+      turns=row[7],
+      messages=tuple(json.loads(row[9])),
+      t_start=row[10],
+      t_end=row[11],
+    )
+
+  def executions(self, group_id: str) -> list[Execution]:
+    """Returns a group's finished executions in order of index."""
+    rows = self._db.execute(
+      "SELECT execution_id FROM executions WHERE group_id = ? ORDER BY idx",
+      (group_id,),
+    ).fetchall()
+    return [self.execution(row[0]) for row in rows]
+
+  def execution_ids(self, phase: str | None = None) -> list[str]:
+    """Returns the ids of all finished executions, of one phase or all."""
+    query = "SELECT execution_id FROM executions"
+    args: tuple[str, ...] = ()
+    if phase is not None:
+      query += " JOIN groups USING (group_id) WHERE groups.phase = ?"
+      args = (phase,)
+    return [r[0] for r in self._db.execute(query + " ORDER BY 1", args)]
+
+  def drop_newer(self, version: int) -> list[str]:
+    """Forgets executions sampled by weights newer than `version`.
+
+    They can exist only when a newer checkpoint was removed by hand: their
+    weights are gone, so nothing may be trained on them.
+
+    Returns:
+      The ids dropped.
+    """
+    rows = self._db.execute(
+      "SELECT execution_id FROM executions WHERE version > ? ORDER BY 1",
+      (version,),
+    ).fetchall()
+    ids = [r[0] for r in rows]
+    if ids:
+      with self._transaction():
+        one = [(i,) for i in ids]
+        self._db.executemany("DELETE FROM calls WHERE execution_id = ?", one)
+        self._db.executemany(
+          "DELETE FROM executions WHERE execution_id = ?", one
+        )
+        self._db.execute("DELETE FROM groups WHERE version > ?", (version,))
+    return ids
+
+  # Samples.
+
+  def put_samples(
+    self,
+    step: int,
+    samples: Sequence[Sample],
+    advantages: Mapping[str, float],
+  ) -> None:
+    """Stores what a step trained on, replacing that step's samples.
+
+    Args:
+      step: the optimizer step.
+      samples: in the order of packing; ids that a call of the execution
+        holds are stored by reference.
+      advantages: execution_id -> advantage.
+    """
+    calls: dict[str, list[np.ndarray]] = {}
+    rows = []
+    for i, s in enumerate(samples):
+      if s.execution_id not in calls:
+        calls[s.execution_id] = [
+          np.concatenate([c.prompt_ids, c.completion_ids])
+          for c in self._calls(s.execution_id)
+        ]
+      base, shared = None, 0
+      for j, tokens in enumerate(calls[s.execution_id]):
+        if (n := _common(tokens, np.asarray(s.ids))) > shared:
+          base, shared = j, n
+      mask = np.asarray(s.mask, bool)
+      row = (step, i, s.execution_id, s.group_id, s.role)
+      row += (advantages.get(s.execution_id), len(mask), base, shared)
+      row += (_blob(np.asarray(s.ids)[shared:], "<i4"),)
+      row += (np.packbits(mask).tobytes(),)
+      row += (_blob(np.asarray(s.logprobs)[mask], "<f4"),)
+      row += (_blob(np.asarray(s.versions)[mask], "<i4"),)
+      rows.append(row)
+    with self._transaction():
+      self._db.execute("DELETE FROM samples WHERE step = ?", (step,))
+      self._db.executemany(
+        f"INSERT INTO samples VALUES ({','.join('?' * 13)})", rows
+      )
+
+  def samples(self, step: int) -> list[tuple[Sample, float | None]]:
+    """Returns (sample, advantage) of a step, in the order of packing."""
+    rows = self._db.execute(
+      "SELECT execution_id, group_id, role, advantage, length, base, base_len,"
+      " ids, mask, logprobs, versions FROM samples WHERE step = ?"
+      " ORDER BY ordinal",
+      (step,),
+    ).fetchall()
+    out = []
+    for row in rows:
+      length, base, shared = row[4:7]
+      ids = _array(row[7], "<i4")
+      if base is not None:
+        call = self._calls(row[0])[base]
+        head = np.concatenate([call.prompt_ids, call.completion_ids])
+        ids = np.concatenate([head[:shared], ids])
+      bits = np.unpackbits(np.frombuffer(row[8], np.uint8), count=length)
+      mask = bits.astype(bool)
+      logprobs = np.zeros(length, np.float32)
+      versions = np.full(length, -1, np.int32)
+      logprobs[mask] = _array(row[9], "<f4")
+      versions[mask] = _array(row[10], "<i4")
+      sample = Sample(row[0], row[1], ids, mask, logprobs, versions, row[2])
+      out.append((sample, row[3]))
+    return out
+
+  # Events.
+
+  def put_event(
+    self, kind: str, payload: Mapping[str, Any], *, step: int, t: float = 0.0
+  ) -> None:
+    """Appends an event: a kind and JSON content, at a step and time [s]."""
+    with self._transaction():
+      self._db.execute(
+        "INSERT INTO events (step, kind, payload, t) VALUES (?,?,?,?)",
+        (step, kind, _json(dict(payload)), t),
+      )
+
+  def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+    """Returns the events in order, of one kind or all."""
+    query = "SELECT step, kind, payload, t FROM events"
+    args: tuple[str, ...] = ()
+    if kind is not None:
+      query, args = query + " WHERE kind = ?", (kind,)
+    return [
+      {"step": r[0], "kind": r[1], "payload": json.loads(r[2]), "t": r[3]}
+      for r in self._db.execute(query + " ORDER BY event_id", args)
+    ]
+
+  def size_of(self, table: str, column: str) -> int:
+    """Returns the bytes that a blob column of a table holds in all."""
+    if table not in ("calls", "samples"):
+      raise ValueError(f"table {table!r} has no token arrays")
+    if not column.isidentifier():
+      raise ValueError(f"column {column!r} is not a name")
+    row = self._db.execute(f"SELECT SUM(LENGTH({column})) FROM {table}")
+    return int(row.fetchone()[0] or 0)

@@ -1,0 +1,283 @@
+"""What goes in comes out bit for bit, whatever kills the writer."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.types import Call, Execution, Group, Outcome, Sample
+
+_int32 = st.integers(-(2**31), 2**31 - 1)
+_float32 = st.floats(width=32, allow_nan=True)
+_text = st.text(max_size=8)
+_json = st.recursive(
+  st.none() | st.booleans() | st.integers(-9, 9) | _text,
+  lambda x: st.lists(x, max_size=3) | st.dictionaries(_text, x, max_size=3),
+  max_leaves=6,
+)
+
+
+@st.composite
+def _executions(draw):
+  calls = []
+  for i in range(draw(st.integers(0, 4))):
+    new = draw(st.lists(_int32, max_size=5))
+    parent = None
+    if calls and draw(st.booleans()):
+      base = draw(st.sampled_from(calls))
+      whole = [*base.prompt_ids.tolist(), *base.completion_ids.tolist()]
+      new = whole[: draw(st.integers(0, len(whole)))] + new
+      parent = draw(st.sampled_from([base.call_id, None, "gone"]))
+    n = draw(st.integers(0, 4))
+    calls.append(
+      Call(
+        execution_id="g/0",
+        group_id="g",
+        call_id=f"c{i}",
+        parent_hint=parent,
+        role=draw(st.sampled_from(["main", "sub_agent"])),
+        prompt_ids=new,
+        completion_ids=draw(st.lists(_int32, min_size=n, max_size=n)),
+        logprobs=draw(st.lists(_float32, min_size=n, max_size=n)),
+        versions=draw(st.lists(_int32, min_size=n, max_size=n)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        routing=draw(st.none() | _text),
+        t_start=draw(st.floats(0, 1e9)),
+        engine=draw(_text),
+        sampling_asked=draw(st.dictionaries(_text, _json, max_size=2)),
+      )
+    )
+  outcome = draw(
+    st.none()
+    | st.builds(
+      Outcome,
+      status=st.sampled_from(["scored", "eval_failed"]),
+      score=st.none() | st.floats(0, 1),
+      passed=st.integers(0, 9),
+      detail=_text,
+      assertions=st.dictionaries(_text, st.booleans(), max_size=3),
+    )
+  )
+  return Execution(
+    execution_id="g/0",
+    group_id="g",
+    index=0,
+    task_id=draw(_text),
+    version=draw(st.integers(0, 2**40)),
+    seed=draw(st.integers(0, 2**62)),
+    calls=tuple(calls),
+    outcome=outcome,
+    truncated=draw(st.sampled_from(["", "turns"])),
+    messages=tuple(
+      draw(st.lists(st.dictionaries(_text, _json, max_size=3), max_size=3))
+    ),
+    t_end=draw(st.floats(0, 1e9)),
+  )
+
+
+def _bits(x):
+  """Nested plain form in which arrays are (dtype, shape, bytes)."""
+  if isinstance(x, np.ndarray):
+    return (str(x.dtype), x.shape, x.tobytes())
+  if dataclasses.is_dataclass(x):
+    return {
+      f.name: _bits(getattr(x, f.name)) for f in dataclasses.fields(type(x))
+    }
+  if isinstance(x, dict):
+    return {k: _bits(v) for k, v in x.items()}
+  if isinstance(x, list | tuple):
+    return [_bits(v) for v in x]
+  return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(_executions())
+def test_executions_round_trip_bit_for_bit(execution):
+  with tempfile.TemporaryDirectory() as d:
+    with RolloutStore(f"{d}/rollouts.sqlite") as store:
+      store.put_group(Group("g", 0, execution.task_id))
+      store.put_execution(execution)
+    with RolloutStore(f"{d}/rollouts.sqlite", readonly=True) as store:
+      assert _bits(store.execution("g/0")) == _bits(execution)
+      (back,) = store.group("g").executions
+      assert _bits(back) == _bits(execution)
+
+
+def _chain(execution_id="g/0", turns=50, prompt=100):
+  rng = np.random.default_rng(0)
+  ids, calls = rng.integers(0, 999, prompt), []
+  for i in range(turns):
+    new = rng.integers(0, 999, 7)
+    call = Call(
+      execution_id=execution_id,
+      group_id=execution_id.split("/")[0],
+      call_id=f"{i}",
+      parent_hint=f"{i - 1}" if i else None,
+      prompt_ids=ids,
+      completion_ids=new,
+      logprobs=-rng.random(7),
+      versions=[1] * 7,
+      finish_reason="stop",
+    )
+    calls.append(call)
+    ids = np.concatenate([ids, new, rng.integers(0, 999, 3)])
+  return Execution(execution_id, call.group_id, 0, "t", calls=tuple(calls))
+
+
+def test_a_conversation_costs_its_length_once(tmp_path):
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    store.put_execution(_chain(turns=50))
+    stored = store.size_of("calls", "prompt") // 4
+  assert stored == 100 + 49 * 3
+
+
+def test_samples_round_trip(tmp_path):
+  execution = _chain(turns=3)
+  last = execution.calls[-1]
+  ids = np.concatenate([last.prompt_ids, last.completion_ids])
+  mask = np.zeros(len(ids), bool)
+  mask[-7:] = True
+  sample = Sample(
+    "g/0",
+    "g",
+    ids,
+    mask,
+    np.where(mask, np.float32(-0.3), np.float32(0)),
+    np.where(mask, 4, -1).astype(np.int32),
+  )
+  other = dataclasses.replace(sample, ids=(ids[::-1] + 1).astype(np.int32))
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    store.put_execution(execution)
+    for _ in range(2):  # the second replaces the first
+      store.put_samples(5, [sample, other], {"g/0": 0.25})
+    got = store.samples(5)
+    assert store.size_of("samples", "ids") == 4 * len(ids)
+  assert [a for _, a in got] == [0.25, 0.25]
+  assert _bits([s for s, _ in got]) == _bits([sample, other])
+
+
+def test_groups_flags_events(tmp_path):
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    for i in (1, 0):
+      store.put_group(Group(f"g{i}", i, "task", version=i))
+      store.put_group(Group(f"g{i}", i, "task", version=i))
+    store.put_group(Group("e0", 0, "task"), phase="eval")
+    assert [g.group_id for g in store.groups("train")] == ["g0", "g1"]
+    with pytest.raises(StoreError, match="g1"):
+      store.put_group(Group("g1", 7, "task"))
+    store.mark_consumed(["g0", "g1"], 3)
+    store.set_consumed({"g1": 2})
+    assert store.consumed() == {"g1": 2}
+    store.put_execution(_chain("g0/0", turns=1))
+    with pytest.raises(StoreError, match="g0/0"):
+      store.put_execution(_chain("g0/0", turns=2))
+    assert len(store.execution("g0/0").calls) == 1
+    assert store.execution_ids("train") == ["g0/0"]
+    assert store.execution_ids("eval") == []
+    store.put_event("publish", {"version": 1}, step=1, t=2.5)
+    assert store.events() == [
+      {"step": 1, "kind": "publish", "payload": {"version": 1}, "t": 2.5}
+    ]
+
+
+def test_executions_of_lost_weights_are_dropped(tmp_path):
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    for v in range(3):
+      store.put_group(Group(f"g{v}", v, "t", version=v))
+      e = dataclasses.replace(_chain(f"g{v}/0", turns=2), version=v)
+      store.put_execution(e)
+    assert store.drop_newer(1) == ["g2/0"]
+    assert store.execution_ids() == ["g0/0", "g1/0"]
+    store.put_execution(_chain("g2/0", turns=1))
+    assert len(store.execution("g2/0").calls) == 1
+
+
+def test_other_schema_is_refused(tmp_path):
+  path = tmp_path / "r.sqlite"
+  RolloutStore(path).close()
+  db = sqlite3.connect(path)
+  db.execute("PRAGMA user_version=99")
+  db.close()
+  with pytest.raises(StoreError, match=r"schema 99.*reads 1"):
+    RolloutStore(path)
+  with pytest.raises(StoreError, match=r"none\.sqlite"):
+    RolloutStore(tmp_path / "none.sqlite", readonly=True)
+  (tmp_path / "junk").write_bytes(b"not a database, surely" * 99)
+  with pytest.raises(StoreError, match="junk"):
+    RolloutStore(tmp_path / "junk")
+
+
+def test_readers_beside_the_writer(tmp_path):
+  path = tmp_path / "r.sqlite"
+  writer = RolloutStore(path)
+  with writer as store, RolloutStore(path, readonly=True) as reader:
+    assert reader.execution_ids() == []
+    store.put_execution(_chain(turns=2))
+    assert reader.execution_ids() == ["g/0"]
+    with pytest.raises(StoreError, match="readonly"):
+      reader.put_execution(_chain("g/1", turns=1))
+
+
+_WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import test_rollouts as t
+store = t.RolloutStore(sys.argv[1])
+start = len(store.execution_ids())
+for i in range(start, start + 10**6):
+  store.put_execution(t._chain(f"g{i:06d}/0", turns=3))
+  print(i, flush=True)
+"""
+
+
+def test_killed_writer_loses_nothing_it_reported(tmp_path):
+  path = tmp_path / "r.sqlite"
+  here = str(pathlib.Path(__file__).parent)
+  reported = -1
+  for i in range(3):
+    process = subprocess.Popen(
+      [sys.executable, "-c", _WRITER, str(path), here],
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    reported = int(process.stdout.readline())
+    time.sleep(0.05 * (i + 1))
+    os.kill(process.pid, signal.SIGKILL)
+    lines = process.stdout.read().split("\n")
+    process.wait()
+    whole = [int(x) for x in lines[:-1] if x]
+    reported = max([reported, *whole])
+    with RolloutStore(path) as store:
+      ids = store.execution_ids()
+      assert len(ids) in (reported + 1, reported + 2)
+      for execution_id in ids:
+        got = store.execution(execution_id)
+        assert _bits(got) == _bits(_chain(execution_id, turns=3))
+  db = sqlite3.connect(path)
+  assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+  db.close()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path):
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    store.put_execution(_chain("g0/0", turns=2))
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages + 1}")
+    with pytest.raises(StoreError, match="full"):
+      for i in range(1, 99):
+        store.put_execution(_chain(f"g{i}/0", turns=40))
+    kept = store.execution_ids()
+    for execution_id in kept:
+      assert store.execution(execution_id) is not None
+    assert "g0/0" in kept
