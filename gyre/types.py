@@ -217,6 +217,8 @@ class Batch:
     execution_weight: float32 [R, M], |T_e|: sum of weights of the entry's
       execution after selection, over the whole batch.
     num_entries: int32 [R].
+    sample_first, execution_first: bool [R, M], True on one entry in the whole
+      batch of each sample and execution that has weight: where it is counted.
   """
 
   tokens: Any
@@ -234,6 +236,8 @@ class Batch:
   sample_weight: Any
   execution_weight: Any
   num_entries: Any
+  sample_first: Any
+  execution_first: Any
 
 
 @dataclasses.dataclass(frozen=True)

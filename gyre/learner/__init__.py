@@ -1,0 +1,1 @@
+"""Pure functions from parameters and batches to gradients."""
