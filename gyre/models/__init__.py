@@ -1,0 +1,1 @@
+"""Pure forward passes over a parameter pytree."""

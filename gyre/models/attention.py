@@ -1,0 +1,139 @@
+"""Grouped-query attention: the mixer of dense decoders, and its masks.
+
+Projections, optional RMS norm of each head's q and k, rope; what attends to
+what is the business of an `AttendFn`, so that training, prefill and decode
+share this code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gyre_kernels
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gyre.models import params as params_lib
+from gyre.models import rope as rope_lib
+from gyre.models.config import ModelConfig
+
+# attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], layer_state, *, window,
+# softcap, sinks, scale) -> (out [B,T,N,H], new layer_state). q and k come
+# after rope, k and v un-repeated. window is gyre_kernels' (how many positions
+# before its own a query still sees), which is Hugging Face's less one.
+AttendFn = Callable[..., tuple[jax.Array, Any]]
+
+
+def linear(
+  p: params_lib.Params, name: str, x: Float[Array, "... I"]
+) -> Float[Array, "... O"]:
+  """Returns x·Wᵀ + b, W stored [out, in] (`name`) or [in, out] (`name_io`).
+
+  The product runs in x's dtype; parameters of another dtype are cast.
+  """
+  if name in p:
+    y = jnp.einsum("...i,oi->...o", x, p[name].astype(x.dtype))
+  else:
+    y = jnp.einsum("...i,io->...o", x, p[name + params_lib.IO].astype(x.dtype))
+  bias = p.get(f"{name}_bias")
+  return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rms_norm(
+  x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "... D"]:
+  """x / sqrt(mean(x²) + eps) · weight, in f32 or wider; arXiv 1910.07467."""
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  scale = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+  return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def attention(
+  p: params_lib.Params,
+  cfg: ModelConfig,
+  x: Float[Array, "B T D"],
+  rope: tuple[Float[Array, "B T Hh"], Float[Array, "B T Hh"]],
+  attend: AttendFn,
+  state: Any,
+  *,
+  window: int | None,
+  constrain: params_lib.Constrain,
+) -> tuple[Float[Array, "B T D"], Any]:
+  """One layer's attention, without norm and residual.
+
+  Args:
+    p: the layer's "attn" parameters.
+    cfg: the model.
+    x: normalised input.
+    rope: cos and sin of the positions, from `rope.tables`.
+    attend: who sees whom, and where k and v are kept.
+    state: the layer's state, handed to attend.
+    window: Hugging Face's sliding window of this layer, or None.
+    constrain: states shardings; see `params.activation_constraint`.
+
+  Returns:
+    The output and the layer's new state.
+  """
+  B, T, _ = x.shape
+  heads = ("batch", None, "heads", None)
+  kv_heads = ("batch", None, "kv_heads", None)
+  q = linear(p, "q", x).reshape(B, T, cfg.num_heads, cfg.head_dim)
+  k = linear(p, "k", x).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+  v = linear(p, "v", x).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+  q, k, v = constrain(q, heads), constrain(k, kv_heads), constrain(v, kv_heads)
+  if cfg.qk_norm:
+    q = rms_norm(q, p["q_norm"], cfg.norm_eps)
+    k = rms_norm(k, p["k_norm"], cfg.norm_eps)
+  q, k = rope_lib.rotate(q, *rope), rope_lib.rotate(k, *rope)
+  out, state = attend(
+    q,
+    k,
+    v,
+    state,
+    window=None if window is None else window - 1,
+    softcap=None,
+    sinks=None,
+    scale=cfg.head_dim**-0.5,
+  )
+  out = out.astype(x.dtype).reshape(B, T, cfg.num_heads * cfg.head_dim)
+  return linear(p, "o", out), state
+
+
+def packed_attend(
+  subtree_end: Int[Array, "B T"] | None,
+  positions: Int[Array, "B T"],
+  *,
+  implementation: str | None = None,
+) -> AttendFn:
+  """Returns the AttendFn of training and scoring: whole rows, no cache.
+
+  Args:
+    subtree_end: see `gyre_kernels.attention`: key j is seen by query i iff
+      j <= i < subtree_end[j]; None is plain causal attention.
+    positions: of each token in its own sequence; windows are measured in
+      them, since a sibling may lie between.
+    implementation: passed to `gyre_kernels.attention`.
+
+  Returns:
+    attend; a layer's state passes through it unchanged.
+  """
+
+  def attend(q, k, v, layer_state, *, window, softcap, sinks, scale):
+    out = gyre_kernels.attention(
+      q,
+      k,
+      v,
+      subtree_end=subtree_end,
+      q_positions=positions,
+      k_positions=positions,
+      window=window,
+      softcap=softcap,
+      sinks=sinks,
+      scale=scale,
+      implementation=implementation,
+    )
+    return out, layer_state
+
+  return attend
