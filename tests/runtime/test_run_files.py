@@ -1,0 +1,149 @@
+"""Files of a run: lock, configuration, lines, trace, sampler."""
+
+import collections
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gyre.config import Config, ConfigError, Run
+from gyre.runtime import metrics, sampler, timeline, workdir
+from gyre.types import Execution, Outcome
+
+
+@given(
+  st.integers(1, 20),
+  st.integers(0, 9),
+  st.lists(st.integers(0, 30), max_size=6),
+)
+def test_sampler_every_task_once_an_epoch(num_tasks, seed, cuts):
+  state, drawn = sampler.SamplerState(), []
+  for n in cuts:
+    state, got = sampler.draw(state, n, num_tasks=num_tasks, seed=seed)
+    drawn += got
+  whole = sampler.draw(
+    sampler.SamplerState(), sum(cuts), num_tasks=num_tasks, seed=seed
+  )
+  assert drawn == whole[1]  # however it was cut
+  for start in range(0, len(drawn) - num_tasks + 1, num_tasks):
+    epoch = drawn[start : start + num_tasks]
+    assert sorted(epoch) == list(range(num_tasks))
+  counts = collections.Counter(drawn)
+  assert max(counts.values(), default=0) - min(
+    (counts[i] for i in range(num_tasks)), default=0
+  ) in (0, 1)
+
+
+def test_sampler_shuffles():
+  orders = {tuple(sampler.order(50, s, e)) for s in (0, 1) for e in (0, 1)}
+  assert len(orders) == 4
+
+
+def test_lock_refuses_a_second_run(tmp_path):
+  lock = workdir.Lock(tmp_path)
+  code = (
+    "import pathlib, sys\nfrom gyre.runtime import workdir\n"
+    "workdir.Lock(pathlib.Path(sys.argv[1]))\n"
+  )
+  run = [sys.executable, "-c", code, str(tmp_path)]
+  second = subprocess.run(run, capture_output=True, text=True)
+  assert second.returncode != 0
+  assert "ConfigError" in second.stderr and "in use" in second.stderr
+  lock.release()
+  assert subprocess.run(run).returncode == 0
+
+
+def test_another_configuration_is_refused(tmp_path):
+  config = Config(run=Run(seed=1, steps=5))
+  workdir.check_config(tmp_path, config)
+  workdir.write_config(tmp_path, config)
+  workdir.check_config(tmp_path, config)
+  more = dataclasses.replace(config, run=Run(seed=1, steps=9))
+  workdir.check_config(tmp_path, more)
+  with pytest.raises(ConfigError, match=r"5 steps.*run.steps 3"):
+    fewer = dataclasses.replace(config, run=Run(seed=1, steps=3))
+    workdir.check_config(tmp_path, fewer)
+  other = dataclasses.replace(
+    config,
+    run=Run(seed=2, steps=5),
+    tasks=dataclasses.replace(config.tasks, kinds={"files": 2.0}),
+  )
+  with pytest.raises(ConfigError) as error:
+    workdir.check_config(tmp_path, other)
+  message = str(error.value)
+  assert "run.seed was 1, is 2" in message
+  assert "tasks.kinds.files was unset, is 2.0" in message
+  assert "\n" not in message
+  versions = json.loads((tmp_path / "config.json").read_text())["versions"]
+  assert set(versions) == {"jax", "jaxlib", "gyre"}
+
+
+def test_lines_are_cut_and_continued(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  lines = metrics.Lines(path)
+  lines.put({"step": 1, "loss/policy": float("nan")})
+  end = lines.tell()
+  lines.put({"step": 2})
+  lines.close()
+  workdir.cut(path, end)
+  lines = metrics.Lines(path)
+  assert lines.tell() == end
+  lines.put({"step": 2, "again": True})
+  lines.close()
+  assert metrics.read_lines(path) == [
+    {"step": 1, "loss/policy": None},
+    {"step": 2, "again": True},
+  ]
+  assert metrics.read_lines(tmp_path / "none") == []
+
+
+def test_timeline_is_json_after_every_event(tmp_path):
+  path = tmp_path / "timeline.json"
+  t = timeline.Timeline(path, ("cell 0", "engine 0"))
+  with t.span("cell 0", "step", step=1):
+    pass
+  end = t.tell()
+  assert len(json.loads(path.read_text())) == 3
+  t.instant("engine 0", "publish", version=1)
+  assert len(json.loads(path.read_text())) == 4
+  t.close()
+  workdir.cut(path, end)  # a killed run, resumed
+  t = timeline.Timeline(path, ("cell 0", "engine 0"))
+  assert len(json.loads(path.read_text())) == 3
+  t.instant("engine 0", "publish", version=2)
+  t.close()
+  events = json.loads(path.read_text())
+  assert [e["name"] for e in events] == [
+    "thread_name",
+    "thread_name",
+    "step",
+    "publish",
+  ]
+  assert events[2]["ph"] == "X" and events[2]["dur"] >= 0
+  assert events[3]["args"] == {"version": 2}
+
+
+def _execution(score, status="scored", version=0, **kwargs):
+  outcome = Outcome(status, score, passed=int(score == 1), total=1)
+  return Execution(
+    "g/0", "g", 0, "t", outcome=outcome, version=version, **kwargs
+  )
+
+
+def test_failures_enter_no_statistic():
+  xs = [_execution(1.0, turns=2), _execution(0.0, turns=4)]
+  xs.append(_execution(None, "eval_failed", turns=90))
+  got = metrics.rewards(xs)
+  assert got["reward/mean"] == 0.5
+  assert got["reward/std"] == 0.5
+  assert got["reward/solved"] == 0.5
+  assert got["episode/turns"] == 3
+  assert got["episode/failed"] == 1
+  assert metrics.staleness(xs, 2) == {
+    "staleness/mean": 2.0,
+    "staleness/max": 2,
+  }
