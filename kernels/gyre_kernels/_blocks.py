@@ -147,7 +147,7 @@ def make_plan(spec: Spec, rules: Rules, num_q: int, num_k: int) -> Plan:
 
 
 def visible(spec: Spec, plan: Plan, i, j, num_k: int) -> Array | None:
-  """Returns the mask `[B or 1, Q, C]` of blocks i, j; None if all is visible."""
+  """Returns the mask `[B or 1, Q, C]` of two blocks; None if all is visible."""
   q_index = plan.q_index[i][:, None]
   k_index = plan.k_index[j][None, :]
   masks = []

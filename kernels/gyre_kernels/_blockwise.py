@@ -157,7 +157,7 @@ def _save(spec, q, k, v, rules, sinks):
 def _backward(spec, saved, cotangents):
   q, k, v, rules, sinks, out, lse = saved
   dout, dlse = cotangents
-  num_q, num_heads, _ = q.shape[1:]
+  num_q = q.shape[1]
   num_k, num_kv = k.shape[1:3]
   wide = wide_dtype(q.dtype)
   delta = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=wide)
