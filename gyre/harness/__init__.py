@@ -1,0 +1,1 @@
+"""What black-box harnesses talk to, and messages as token ids."""
