@@ -11,6 +11,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import ml_collections
+
 
 class ConfigError(ValueError):
   """What the user asked for cannot be done; the message is one line."""
@@ -241,6 +243,29 @@ class Config:
   def to_dict(self) -> dict[str, Any]:
     """Plain nested dict, as written to a run's config.json."""
     return dataclasses.asdict(self)
+
+
+def config_dict(**sections: Mapping[str, Any]) -> ml_collections.ConfigDict:
+  """Every option at its default, but for those given; for `get_config()`.
+
+  All options are there, so that --config.section.option=value overrides any.
+
+  Args:
+    **sections: section -> {option: value}.
+
+  Returns:
+    A ConfigDict that `from_config_dict` accepts.
+
+  Raises:
+    ConfigError: no such section or option.
+  """
+  values = Config().to_dict()
+  for section, options in sections.items():
+    for option, value in options.items():
+      if option not in values.get(section, {}):
+        raise ConfigError(f"no option {section}.{option}")
+      values[section][option] = value
+  return ml_collections.ConfigDict(values)
 
 
 def _plain(value: Any) -> Any:
