@@ -1,0 +1,99 @@
+"""A toy decoder and toy groups of samples that share prompts."""
+
+import jax
+import numpy as np
+import pytest
+
+from gyre.models import params as params_lib
+from gyre.models.config import ModelConfig
+from gyre.types import Sample
+
+VOCAB = 31
+
+
+@pytest.fixture
+def x64():
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture(scope="session")
+def toy_config():
+  return ModelConfig(
+    model_type="llama",
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=24,
+    tie_embeddings=True,
+    init_std=0.3,
+  )
+
+
+@pytest.fixture(scope="session")
+def toy_params(toy_config):
+  """Returns f(dtype) -> parameters; f64 needs x64."""
+
+  def make(dtype=np.float32, cfg=toy_config):
+    specs = params_lib.param_specs(cfg, dtype=dtype)
+    return params_lib.init_params(specs, jax.random.key(7))
+
+  return make
+
+
+@pytest.fixture(scope="session")
+def toy_samples():
+  """Returns f(seed) -> samples of 3 groups x 4 executions.
+
+  Groups share a prompt; two samples of each share their first sampled tokens;
+  every third execution has two samples; tool output lies between sampled runs.
+  """
+
+  def make(seed=0, groups=3, size=4, prompt=6, vocab=VOCAB):
+    rng = np.random.default_rng(seed)
+    out = []
+    for g in range(groups):
+      start = rng.integers(1, vocab, prompt + g)
+      opening = rng.integers(1, vocab, 3)
+      for i in range(size):
+        for _ in range(1 + (i % 3 == 2)):
+          lengths = rng.integers(1, 6, 3)
+          parts = [
+            (opening if i < 2 else rng.integers(1, vocab, 3), True),
+            (rng.integers(1, vocab, lengths[0]), False),
+            (rng.integers(1, vocab, lengths[1]), True),
+          ]
+          ids = np.concatenate([start, *(p for p, _ in parts)])
+          mask = np.concatenate(
+            [np.zeros(len(start), bool)]
+            + [np.full(len(p), m) for p, m in parts]
+          )
+          logprobs = np.where(mask, -rng.uniform(1, 5, len(ids)), 0)
+          out.append(
+            Sample(
+              execution_id=f"g{g}/{i}",
+              group_id=f"g{g}",
+              ids=ids.astype(np.int32),
+              mask=mask,
+              logprobs=logprobs.astype(np.float32),
+              versions=np.where(mask, 3, -1).astype(np.int32),
+            )
+          )
+    return out
+
+  return make
+
+
+@pytest.fixture(scope="session")
+def toy_advantages():
+  """Advantages of both signs, by execution."""
+
+  def make(samples, seed=0):
+    rng = np.random.default_rng(seed)
+    names = sorted({s.execution_id for s in samples})
+    return dict(zip(names, rng.normal(size=len(names)), strict=True))
+
+  return make
