@@ -13,6 +13,7 @@ for one) allow no bridge; the caller then opens a branch with a new rendering.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,6 +204,14 @@ class Renderer:
       chat_template or own,
       **kwargs,
     )
+
+  @functools.cached_property
+  def end_id(self) -> int:
+    """The stop id that the template writes after a message of the model."""
+    said = [{"role": "user", "content": "a"}]
+    said.append({"role": "assistant", "content": _MARK})
+    rest = self.encode(self.text(said, False).partition(_MARK)[2])
+    return rest[0] if rest and rest[0] in self.stop_ids else self.stop_ids[0]
 
   def neutral(self, text: str) -> str:
     """`text` in which no special token can be read.

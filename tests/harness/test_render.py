@@ -102,6 +102,12 @@ STYLES = {
   "deepseek": DEEPSEEK,
   "deepseek_r1": DEEPSEEK_R1,
 }
+ENDS = {
+  "minimal": "<|end|>",
+  "llama3": "<|eot_id|>",
+  "deepseek": "<eos>",
+  "deepseek_r1": "<eos>",
+}
 STOPS = ("<|end|>", "<|im_end|>", "<|eot_id|>", "<eos>")
 SPECIAL = (
   *STOPS,
@@ -146,19 +152,6 @@ _TURNS = st.lists(
 )
 
 
-def end_of(renderer, style):
-  """The stop id that the style's template writes."""
-  text = renderer.text([{"role": "user", "content": "a"}], False)
-  del text
-  name = {
-    "minimal": "<|end|>",
-    "llama3": "<|eot_id|>",
-    "deepseek": "<eos>",
-    "deepseek_r1": "<eos>",
-  }.get(style, "<|im_end|>")
-  return renderer.tokenizer.token_to_id(name)
-
-
 @pytest.mark.parametrize("style", STYLES)
 @hp.settings(deadline=None, max_examples=60)
 @hp.given(system=st.booleans(), question=_TEXT, turns=_TURNS)
@@ -166,6 +159,8 @@ def test_extending_a_conversation_extends_its_ids_or_branches(
   tokenizer, style, system, question, turns
 ):
   renderer = renderer_of(tokenizer, style)
+  end = tokenizer.token_to_id(ENDS.get(style, "<|im_end|>"))
+  assert renderer.end_id == end
   messages = [{"role": "system", "content": "be brief"}] if system else []
   messages.append({"role": "user", "content": question})
   ids = renderer.render(messages)
@@ -173,7 +168,6 @@ def test_extending_a_conversation_extends_its_ids_or_branches(
   for said, final, role, answer in turns:
     # Sampled ids are any ids: bytes one by one are not what encode gives.
     sampled = [i for c in said for i in renderer.encode(renderer.neutral(c))]
-    end = end_of(renderer, style)
     if final == "stop":
       sampled.append(end)
     elif final == "other stop":

@@ -191,7 +191,8 @@ def make_task(
     split: only tasks of this split; None takes any.
 
   Returns:
-    A Task with solution_turns and the ids of its assertions.
+    A Task with solution_turns, what each of them prints (metadata's
+    `outputs`) and the ids of its assertions.
 
   Raises:
     ValueError: no such kind or split, or turns that it cannot have.
@@ -209,7 +210,11 @@ def make_task(
       "test.sh": task_lib.FileSpec(goals.script(assertions).encode(), 0o755)
     },
     solution_turns=solution,
-    metadata={"kind": kind, "turns": len(solution)},
+    metadata={
+      "kind": kind,
+      "turns": len(solution),
+      "outputs": tuple(o for g in made for o in g.printed()),
+    },
     expected=tuple(name for name, _ in assertions),
   )
 

@@ -180,7 +180,10 @@ def process(d: Draw) -> Goal:
     )
     command = f"sh {script}; echo $? > {out}"
     return Goal(
-      text, (command,), **result(out, str(status), f"sh {script} > {out}")
+      text,
+      (command,),
+      outputs=(word,),
+      **result(out, str(status), f"sh {script} > {out}"),
     )
   made, out = d.file("txt"), d.file("txt")
   d.put(script, f"echo {word} > {made}", 0o755)
@@ -192,7 +195,8 @@ def process(d: Draw) -> Goal:
       f"{out}",
     )
   )
-  command = f"sh {script} & wait; echo done > {out}"
+  # In a subshell: an interactive shell would tell of the job and its number.
+  command = f"(sh {script} & wait); echo done > {out}"
   checks = ((f"{made}_made", is_text(made, word)),)
   checks += ((f"{out}_done", is_text(out, "done")),)
   wrong = (f"echo done > {out}", f"sh {script}")
@@ -236,6 +240,7 @@ def orders(d: Draw, turns: int) -> list[Goal]:
         (f"cat {note}", *(t for g in made for t in g.turns)),
         tuple(c for g in made for c in g.checks),
         (f"cat {note}", made[-1].wrong[0]),
+        ("\n".join(g.text for g in made), *("" for _ in made)),
       )
     )
   return out
@@ -266,5 +271,6 @@ def trail(d: Draw, turns: int) -> list[Goal]:
       (*(f"cat {s}" for s in stops), f"echo {word} > {out}"),
       ((f"{out}_filled", is_filled(out)), (f"{out}_right", is_text(out, word))),
       (f"echo {spare} > {out}", f"cp {stops[-1]} {out}"),
+      (*(f"look in {s}" for s in stops[1:]), f"the word is {word}", ""),
     )
   ]
