@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from gyre.types import Execution
+from gyre.trajectory.score import reward
+from gyre.types import Execution, Sample
 
 
 class Lines:
@@ -92,34 +93,66 @@ def _mean(xs: Sequence[float]) -> float:
   return float(np.mean(np.asarray(xs, np.float64))) if len(xs) else 0.0
 
 
-def rewards(executions: Sequence[Execution]) -> dict[str, float]:
-  """Returns reward/* and episode/* of the executions that were scored.
+def rewards(
+  executions: Sequence[Execution], scores: Sequence[float | None]
+) -> dict[str, float]:
+  """Returns reward/* and episode/* of the executions that have a reward.
 
-  An execution whose environment or verifier failed is in neither; it is
-  counted in episode/failed.
+  An execution whose environment or verifier failed enters none of them; it
+  is counted in episode/failed.
+
+  Args:
+    executions: of a step.
+    scores: the reward of each, or None.
   """
-  scored = [e for e in executions if e.outcome and e.outcome.score is not None]
-  scores = [e.outcome.score for e in scored]
-  solved = [
-    e.outcome.passed == e.outcome.total > 0 or e.outcome.score >= 1.0
-    for e in scored
+  scored = [
+    (e, s) for e, s in zip(executions, scores, strict=True) if s is not None
   ]
+  values = [s for _, s in scored]
   return {
-    "reward/mean": _mean(scores),
-    "reward/std": float(np.std(scores)) if scores else 0.0,
-    "reward/solved": _mean(solved),
+    "reward/mean": _mean(values),
+    "reward/std": float(np.std(values)) if values else 0.0,
+    "reward/solved": _mean(
+      [reward(e.outcome, "binary") == 1.0 for e, _ in scored]
+    ),
     "reward/n": len(scored),
-    "episode/turns": _mean([e.turns for e in scored]),
-    "episode/tokens": _mean([e.num_sampled for e in scored]),
-    "episode/truncated": _mean([bool(e.truncated) for e in scored]),
+    "episode/turns": _mean([e.turns for e, _ in scored]),
+    "episode/tokens": _mean([e.num_sampled for e, _ in scored]),
+    "episode/truncated": _mean([bool(e.truncated) for e, _ in scored]),
     "episode/failed": len(executions) - len(scored),
   }
 
 
-def staleness(executions: Sequence[Execution], version: int) -> dict[str, Any]:
-  """Returns staleness/*: trainer version before consumption less admission."""
-  stale = [version - e.version for e in executions]
+def token_audit(
+  executions: Sequence[Execution], samples: Sequence[Sample]
+) -> dict[str, int]:
+  """Returns tito/*: looks every sampled span up in the samples again.
+
+  Calls are repaired before sampling, so that a call either extends an
+  earlier one exactly (strict) or opened a branch (split).
+  tito/drift_in_loss counts sampled tokens that no sample trains in exactly
+  the context they were sampled in; it must be 0.
+  """
+  of: dict[str, list[Sample]] = {}
+  for sample in samples:
+    of.setdefault(sample.execution_id, []).append(sample)
+  calls = drift = 0
+  for execution in executions:
+    for call in execution.calls:
+      start, n = len(call.prompt_ids), len(call.completion_ids)
+      calls += bool(n)
+      if not any(
+        s.mask[start : start + n].all()
+        and np.array_equal(s.ids[:start], call.prompt_ids)
+        and np.array_equal(s.ids[start : start + n], call.completion_ids)
+        for s in of.get(execution.execution_id, ())
+      ):
+        drift += n
   return {
-    "staleness/mean": _mean(stale),
-    "staleness/max": max(stale, default=0),
+    "tito/strict": calls - len(samples),
+    "tito/normalized": 0,
+    "tito/retokenized": 0,
+    "tito/split": len(samples) - len(of),
+    "tito/drift_in_loss": drift,
+    "tito/context_drift": 0,
   }

@@ -474,6 +474,15 @@ class RolloutStore:
       for r in self._db.execute(query + " ORDER BY event_id", args)
     ]
 
+  def forget_after(self, step: int) -> None:
+    """Forgets samples of later steps and events from `step` on.
+
+    A resumed run makes them again.
+    """
+    with self._transaction():
+      self._db.execute("DELETE FROM samples WHERE step > ?", (step,))
+      self._db.execute("DELETE FROM events WHERE step >= ?", (step,))
+
   def size_of(self, table: str, column: str) -> int:
     """Returns the bytes that a blob column of a table holds in all."""
     if table not in ("calls", "samples"):

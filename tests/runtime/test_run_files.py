@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gyre.config import Config, ConfigError, Run
 from gyre.runtime import metrics, sampler, timeline, workdir
-from gyre.types import Execution, Outcome
+from gyre.trajectory import chain
+from gyre.types import Call, Execution, Outcome
 
 
 @given(
@@ -127,23 +128,39 @@ def test_timeline_is_json_after_every_event(tmp_path):
   assert events[3]["args"] == {"version": 2}
 
 
-def _execution(score, status="scored", version=0, **kwargs):
+def _execution(score, status="scored", **kwargs):
   outcome = Outcome(status, score, passed=int(score == 1), total=1)
-  return Execution(
-    "g/0", "g", 0, "t", outcome=outcome, version=version, **kwargs
-  )
+  return Execution("g/0", "g", 0, "t", outcome=outcome, **kwargs)
 
 
 def test_failures_enter_no_statistic():
   xs = [_execution(1.0, turns=2), _execution(0.0, turns=4)]
   xs.append(_execution(None, "eval_failed", turns=90))
-  got = metrics.rewards(xs)
+  got = metrics.rewards(xs, [1.0, 0.0, None])
   assert got["reward/mean"] == 0.5
   assert got["reward/std"] == 0.5
   assert got["reward/solved"] == 0.5
   assert got["episode/turns"] == 3
   assert got["episode/failed"] == 1
-  assert metrics.staleness(xs, 2) == {
-    "staleness/mean": 2.0,
-    "staleness/max": 2,
-  }
+
+
+def _call(i, prompt, completion):
+  n = len(completion)
+  return Call(
+    "g/0", "g", f"{i}", prompt, completion, [-1.0] * n, [0] * n, "stop"
+  )
+
+
+def test_token_audit_finds_every_span_or_counts_it():
+  calls = (
+    _call(0, [1, 2], [3]),
+    _call(1, [1, 2, 3, 4], [5, 6]),
+    _call(2, [9], [5]),
+  )
+  execution = Execution("g/0", "g", 0, "t", calls=calls)
+  samples = chain.samples(execution)
+  got = metrics.token_audit([execution], samples)
+  assert got["tito/strict"] == 1 and got["tito/split"] == 1
+  assert got["tito/drift_in_loss"] == 0
+  samples[0].ids[1] = 7  # both calls of the first sample lose their context
+  assert metrics.token_audit([execution], samples)["tito/drift_in_loss"] == 3

@@ -203,6 +203,18 @@ def test_executions_of_lost_weights_are_dropped(tmp_path):
     assert len(store.execution("g2/0").calls) == 1
 
 
+def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
+  sample = Sample("g/0", "g", [1, 2], [False, True], [0, -1], [-1, 0])
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    store.put_execution(_chain(turns=1))
+    for step in (1, 2, 3):
+      store.put_samples(step, [sample], {"g/0": 1.0})
+      store.put_event("publish", {}, step=step)
+    store.forget_after(2)
+    assert [len(store.samples(s)) for s in (1, 2, 3)] == [1, 1, 0]
+    assert [e["step"] for e in store.events()] == [1]
+
+
 def test_other_schema_is_refused(tmp_path):
   path = tmp_path / "r.sqlite"
   RolloutStore(path).close()

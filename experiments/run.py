@@ -1,0 +1,92 @@
+"""Trains or evaluates an agent: the main command.
+
+  python experiments/run.py --config experiments/configs/quickstart.py
+  python experiments/run.py --config FILE --config.run.steps=80 --workdir DIR
+  python experiments/run.py --config FILE --mode eval --checkpoint best
+  python experiments/run.py --config FILE --mode compile
+
+The same command on the same directory resumes. What a run writes there:
+config.json, metrics.jsonl, rollouts.sqlite, checkpoints/, timeline.json,
+tensorboard/, log.txt.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from gyre.config import ConfigError, from_config_dict
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Configuration: a Python file that defines get_config()."
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Directory of the run. Default: runs/<name of the config>."
+)
+_MODE = flags.DEFINE_enum(
+  "mode",
+  "train",
+  ["train", "eval", "compile"],
+  "train: the run, resumed where it stopped. eval: held-out tasks on a "
+  "checkpoint. compile: the train step for the mesh, without weights.",
+)
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", "latest", "For --mode eval: latest, best or a step."
+)
+
+
+def _fail(message: object) -> None:
+  """Ends with one line and exit status 2."""
+  print("error: " + " ".join(str(message).split()), file=sys.stderr)
+  sys.exit(2)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (OSError, SyntaxError, ImportError, ConfigError) as error:
+    _fail(f"--config: {error}")
+  except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+    _fail(e)
+
+
+def _workdir() -> pathlib.Path:
+  if _WORKDIR.value:
+    return pathlib.Path(_WORKDIR.value)
+  file = config_flags.get_config_filename(flags.FLAGS["config"])
+  return pathlib.Path("runs") / pathlib.Path(file).stem
+
+
+def main(argv: list[str]) -> None:
+  """Runs the mode asked for."""
+  if len(argv) > 1:
+    _fail(f"unknown argument {argv[1]!r}; see --help")
+  if _CONFIG.value is None:
+    _fail("--config is needed: experiments/configs/quickstart.py, for one")
+  try:
+    config = from_config_dict(_CONFIG.value)
+  except ConfigError as error:
+    _fail(error)
+  from gyre.runtime import main as runtime
+
+  try:
+    if _MODE.value == "compile":
+      runtime.compile_only(config)
+    elif _MODE.value == "eval":
+      runtime.evaluate_only(config, _workdir(), _CHECKPOINT.value)
+    else:
+      runtime.train(config, _workdir())
+  except runtime.EXPECTED as error:
+    _fail(error)
+  except KeyboardInterrupt:
+    print(
+      "\nstopped; the same command goes on from where it was", file=sys.stderr
+    )
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=_parse)

@@ -1,0 +1,188 @@
+"""What a run is made of, in one process: model, tokenizer, mesh, cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gyre.config import Config, ConfigError
+from gyre.harness.render import Renderer, TemplateError, minimal_renderer
+from gyre.learner import state as state_lib
+from gyre.models import load, params
+from gyre.models.config import ModelConfig
+from gyre.runtime.tasks import TaskSource
+
+TOKENIZER_TASKS = 1024
+_VOCAB_MULTIPLE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+  """What the configuration resolved to.
+
+  Attributes:
+    model_cfg: the model.
+    renderer: its tokenizer and chat template.
+    mesh: of the trainer.
+    initial_params: makes or loads the first weights.
+  """
+
+  model_cfg: ModelConfig
+  renderer: Renderer
+  mesh: jax.sharding.Mesh
+  initial_params: Callable[[], Any]
+
+
+def use_compilation_cache(directory: pathlib.Path) -> pathlib.Path | None:
+  """Keeps compiled programs over processes, so a second start is faster.
+
+  JAX_COMPILATION_CACHE_DIR names another directory; GYRE_COMPILATION_CACHE=0
+  turns it off.
+
+  Args:
+    directory: where, unless the environment says otherwise.
+
+  Returns:
+    The directory used, or None.
+  """
+  if os.environ.get("GYRE_COMPILATION_CACHE") == "0":
+    return None
+  named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+  path = pathlib.Path(named) if named else directory
+  path.mkdir(parents=True, exist_ok=True)
+  jax.config.update("jax_compilation_cache_dir", str(path))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+  return path
+
+
+def make_mesh(config: Config) -> jax.sharding.Mesh:
+  """Returns the trainer's mesh.
+
+  Raises:
+    ConfigError: devices are missing; says how many.
+  """
+  m = config.mesh
+  need, have = m.data * m.fsdp * m.tensor, jax.device_count()
+  if need > have:
+    hint = ""
+    if jax.default_backend() == "cpu":
+      hint = (
+        "; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count="
+        f"{need} makes that many"
+      )
+    raise ConfigError(
+      f"mesh data {m.data} x fsdp {m.fsdp} x tensor {m.tensor} needs {need} "
+      f"devices, there are {have}: {need - have} missing{hint}"
+    )
+  return state_lib.make_mesh(m)
+
+
+def _renderer(config: Config, tasks: TaskSource) -> Renderer:
+  """The renderer, unless it lies in a GGUF file."""
+  t = config.tokenizer
+  if t.source == "train":
+    try:
+      return minimal_renderer(tasks.texts(TOKENIZER_TASKS), t.vocab_size)
+    except ValueError as error:
+      raise ConfigError(f"tokenizer: {error}") from None
+  if t.source == "file":
+    path = pathlib.Path(t.path).expanduser()
+    root = path if path.is_dir() else path.parent
+  elif config.model.source == "hf":
+    root = load.resolve_path(config.model.path)
+  else:
+    raise ConfigError(
+      f"tokenizer.source {t.source!r} with model.source "
+      f"{config.model.source!r}: choose 'train' or 'file'"
+    )
+  try:
+    return Renderer.from_directory(str(root), chat_template=t.chat_template)
+  except (ValueError, TemplateError) as error:
+    raise ConfigError(f"tokenizer: {error}") from None
+
+
+def _check_vocabulary(cfg: ModelConfig, renderer: Renderer) -> None:
+  if renderer.vocab_size > cfg.vocab_size:
+    raise ConfigError(
+      f"the tokenizer has {renderer.vocab_size} ids, the model's vocabulary "
+      f"{cfg.vocab_size}"
+    )
+
+
+def published_config(hf: Mapping[str, Any]) -> ModelConfig:
+  """Returns the model of a config.json's content.
+
+  Raises:
+    ConfigError: it is not supported.
+  """
+  try:
+    return ModelConfig.from_hf(hf)
+  except ValueError as error:
+    raise ConfigError(f"model: {error}") from None
+
+
+def _model_config(config: Config, renderer: Renderer) -> ModelConfig:
+  """Of source "hf", or "init": then made for its tokenizer."""
+  m = config.model
+  if m.source == "hf":
+    try:
+      return ModelConfig.from_hf(load.resolve_path(m.path))
+    except ValueError as error:
+      raise ConfigError(f"model: {error}") from None
+  hf = dict(m.hf_config)
+  if "vocab_size" not in hf:
+    size = math.ceil(renderer.vocab_size / _VOCAB_MULTIPLE)
+    hf["vocab_size"] = size * _VOCAB_MULTIPLE
+  return published_config(hf)
+
+
+def launch(config: Config, tasks: TaskSource) -> Launched:
+  """Resolves a configuration into what a run is made of.
+
+  Args:
+    config: the run's.
+    tasks: texts for a tokenizer that is learned.
+
+  Raises:
+    ConfigError: something is missing or does not fit, in one line.
+  """
+  mesh, m = make_mesh(config), config.model
+  layout = m.layout
+  if m.source == "gguf":
+    try:
+      cfg, loaded, tokenizer, template = load.load_gguf(m.path, layout=layout)
+    except (ValueError, ImportError) as error:
+      raise ConfigError(f"model: {error}") from None
+    renderer = Renderer(
+      tokenizer,
+      config.tokenizer.chat_template or template,
+      stop_ids=cfg.eos_ids,
+    )
+    _check_vocabulary(cfg, renderer)
+    return Launched(cfg, renderer, mesh, lambda: loaded)
+  renderer = _renderer(config, tasks)
+  cfg = _model_config(config, renderer)
+  _check_vocabulary(cfg, renderer)
+  specs = params.param_specs(cfg, layout=layout, dtype=jnp.float32)
+
+  def initial() -> Any:
+    if m.source == "hf":
+      try:
+        return load.load_hf_dir(m.path, layout=layout, mesh=mesh)[1]
+      except ValueError as error:
+        raise ConfigError(f"model: {error}") from None
+    key = jax.random.fold_in(jax.random.key(config.run.seed), 1)
+    shardings = params.param_shardings(specs, mesh)
+    make = jax.jit(
+      lambda key: params.init_params(specs, key), out_shardings=shardings
+    )
+    return make(key)
+
+  return Launched(cfg, renderer, mesh, initial)

@@ -1,0 +1,180 @@
+"""The three modes of the main command, over one directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pathlib
+import signal
+from typing import Any
+
+import jax
+
+from gyre.config import Config, ConfigError
+from gyre.envs.sandbox import SandboxError, prune
+from gyre.envs.task import TaskError
+from gyre.rollout.engine import EngineError
+from gyre.runtime import compile_step, evaluate, launch, progress, workdir
+from gyre.runtime.cell_worker import CellWorker, Trainer
+from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.controller import Controller, RolloutError
+from gyre.runtime.publish import PublishError
+from gyre.runtime.reshard import CheckpointError
+from gyre.runtime.runner import Runner
+from gyre.runtime.tasks import TaskSource
+from gyre.runtime.warm_start import WarmStartError
+from gyre.store.manifest import ManifestError
+from gyre.store.rollouts import StoreError
+
+# Errors that are one line for the user: what was asked for, what was found.
+EXPECTED = (
+  CheckpointError,
+  ConfigError,
+  EngineError,
+  ManifestError,
+  OSError,
+  PublishError,
+  RolloutError,
+  SandboxError,
+  StoreError,
+  TaskError,
+  WarmStartError,
+)
+
+# While evaluating, these may differ from what the run was trained with.
+_EVAL_FREE = ("run.steps", "eval.", "sandbox.", "rollout.max_slots")
+
+
+class _Lines(logging.Handler):
+  """Warnings of the rooms become lines of the console and the log."""
+
+  def __init__(self, shown: progress.Progress):
+    super().__init__(logging.WARNING)
+    self._shown = shown
+
+  def emit(self, record: logging.LogRecord) -> None:
+    self._shown.line(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def _interrupt(*_: Any) -> None:
+  raise KeyboardInterrupt
+
+
+def _cache() -> None:
+  home = pathlib.Path("~/.cache/gyre/jax").expanduser()
+  launch.use_compilation_cache(home)
+
+
+def train(config: Config, directory: pathlib.Path) -> None:
+  """Runs or resumes a run in `directory`, to its last step."""
+  directory.mkdir(parents=True, exist_ok=True)
+  lock = workdir.Lock(directory)
+  signal.signal(signal.SIGTERM, _interrupt)
+  try:
+    workdir.check_config(directory, config)
+    tasks = TaskSource(config)
+    _cache()
+    launched = launch.launch(config, tasks)
+    workdir.write_config(directory, config)
+    runner = Runner(config, launched.renderer)
+    controller = Controller(config, directory, launched, tasks, runner)
+    handler = _Lines(controller.record.progress)
+    logging.getLogger("gyre").addHandler(handler)
+    try:
+      rows = asyncio.run(_train(controller))
+      table = progress.final_table(
+        rows, controller.wall_s(), f"{directory}: {config.run.steps} steps"
+      )
+      controller.record.progress.show(table)
+    finally:
+      logging.getLogger("gyre").removeHandler(handler)
+      controller.close()
+  finally:
+    lock.release()
+
+
+async def _train(controller: Controller) -> list[dict[str, Any]]:
+  await prune()
+  return await controller.run()
+
+
+def evaluate_only(
+  config: Config, directory: pathlib.Path, which: str
+) -> dict[str, Any]:
+  """Evaluates a checkpoint of a run; the run's files stay as they are.
+
+  Args:
+    config: the run's; the eval and sandbox sections may differ.
+    directory: of the run.
+    which: "latest", "best" or a step.
+
+  Returns:
+    eval/* metrics, also written to DIR/eval_<step>.json.
+  """
+  if not (directory / workdir.CONFIG).exists():
+    raise ConfigError(f"{directory} holds no run")
+  workdir.check_config(directory, config, _EVAL_FREE)
+  checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+  path = checkpoints.resolve(which)
+  tasks = TaskSource(config)
+  if not tasks.num_eval:
+    raise ConfigError("there are no held-out tasks: eval.every or eval.n is 0")
+  _cache()
+  launched = launch.launch(config, tasks)
+  trainer = Trainer(launched.model_cfg, launched.mesh, config)
+  params = trainer.restore_params(path)
+  step = int(path.name.rpartition("_")[2])
+  cell = CellWorker("cell 0", launched.model_cfg, config, trainer)
+  runner = Runner(config, launched.renderer)
+  with progress.Progress(None, config.run.steps) as shown:
+    handler = _Lines(shown)
+    logging.getLogger("gyre").addHandler(handler)
+    try:
+      row = asyncio.run(
+        _evaluate(config, cell, params, step, tasks, runner, shown)
+      )
+    finally:
+      logging.getLogger("gyre").removeHandler(handler)
+    shown.line(f"checkpoint of step {step}: {progress.eval_text(row)}")
+  text = json.dumps({"step": step, **row}, indent=2) + "\n"
+  workdir.write_text(directory / f"eval_{step:06d}.json", text)
+  return row
+
+
+async def _evaluate(
+  config, cell, params, step, tasks, runner, shown
+) -> dict[str, Any]:
+  engine = cell.start_engine(params, step)
+  try:
+    await engine.ready()
+    row, _ = await evaluate.evaluate(
+      [tasks.get("eval", i) for i in range(tasks.num_eval)],
+      runner(engine, config.eval.temperature),
+      config,
+      step=step,
+      version=step,
+      store=None,
+      progress=lambda done, total: shown.phase("evaluation", done, total),
+    )
+    return row
+  finally:
+    await cell.close()
+
+
+def compile_only(config: Config) -> None:
+  """Compiles the train step for the mesh and prints bytes per device."""
+  m = config.mesh
+  need = m.data * m.fsdp * m.tensor
+  if os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
+    jax.config.update("jax_num_cpu_devices", need)
+  _cache()
+  mesh = launch.make_mesh(config)
+  hf = config.model.hf_config
+  if "vocab_size" in hf:
+    model_cfg = launch.published_config(hf)
+  else:
+    model_cfg = launch.launch(config, TaskSource(config)).model_cfg
+  table = compile_step.compile_step(config, model_cfg, mesh)
+  progress.Progress(None, 0).show(table)
