@@ -1,0 +1,1 @@
+"""Engines that turn token ids into token ids."""

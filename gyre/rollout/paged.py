@@ -1,0 +1,192 @@
+"""Attention over paged keys and values, as a hook of the forward pass.
+
+Keys are read block by block of absolute positions with an online softmax, in
+one order whatever the batch holds; a block that a row does not see leaves its
+accumulators bit for bit as they were. The trip count follows the longest row
+at run time, so no shape depends on the context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_MASKED = -1e30
+
+Pages = tuple[Array, Array]
+
+
+def block_pages(page_size: int, tokens: int = 64) -> int:
+  """Pages read in one block: about `tokens` tokens, at least one page."""
+  return max(1, tokens // page_size)
+
+
+def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+  """How a page is stored: bf16 as its bits.
+
+  Older XLA CPU widens a whole bf16 operand to scatter into it; integers it
+  updates in place.
+  """
+  return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def _store(x: Array, dtype: jnp.dtype) -> Array:
+  if dtype == jnp.uint16:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+  return x.astype(dtype)
+
+
+def _load(x: Array) -> Array:
+  if x.dtype == jnp.uint16:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+  return x
+
+
+def write(
+  pages: Int[Array, "P page K H"] | Float[Array, "P page K H"],
+  new: Float[Array, "B T K H"],
+  table: Int[Array, "B W"],
+  positions: Int[Array, "B T"],
+) -> Array:
+  """Puts new rows where the table says; position -1 goes to page 0."""
+  size = pages.shape[1]
+  slot = jnp.maximum(positions, 0)
+  page = jnp.take_along_axis(table, slot // size, axis=1)
+  page = jnp.where(positions >= 0, page, 0)
+  return pages.at[page, slot % size].set(_store(new, pages.dtype))
+
+
+def _scores(q, k):
+  """[B,T,K,G,H] and [B,S,K,H] -> float32 [B,K,G,T,S]."""
+  if q.shape[1] > 1:
+    return jnp.einsum(
+      "BTKGH,BSKH->BKGTS",
+      q.astype(k.dtype),
+      k,
+      preferred_element_type=jnp.float32,
+    )
+  # One query: a fused multiply and sum reads each key once.
+  k = k.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+  q = q[:, 0, :, :, None].astype(jnp.float32)
+  return jnp.sum(q * k, -1)[:, :, :, None]
+
+
+def _mix(p, v):
+  """float32 [B,K,G,T,S] and [B,S,K,H] -> float32 [B,K,G,T,H]."""
+  if p.shape[3] > 1:
+    p = p.astype(v.dtype)
+  else:
+    v = v.astype(jnp.float32)
+  return jnp.einsum(
+    "BKGTS,BSKH->BKGTH", p, v, preferred_element_type=jnp.float32
+  )
+
+
+def attention(
+  q: Float[Array, "B T N H"],
+  pages: Pages,
+  table: Int[Array, "B W"],
+  positions: Int[Array, "B T"],
+  *,
+  window: int | None = None,
+  softcap: float | None = None,
+  sinks: Float[Array, "N"] | None = None,
+  scale: float | None = None,
+  block: int,
+) -> Float[Array, "B T N H"]:
+  """softmax(q k^T) v of each query over its row's pages, causally.
+
+  Args:
+    q: queries, rope applied.
+    pages: keys and values [P, page, K, H]; those of the queries themselves
+      are already written.
+    table: page of each page_size tokens of a row; W a multiple of `block`.
+    positions: absolute position of each query; -1 marks padding (gives 0).
+    window: how many positions before its own a query sees, or None for all.
+    softcap, sinks, scale: as in gyre_kernels.attention.
+    block: pages read at a time.
+
+  Returns:
+    float32 [B, T, N, H].
+  """
+  B, T, N, H = q.shape
+  size, K = pages[0].shape[1:3]
+  S = block * size
+  scale = H**-0.5 if scale is None else scale
+  q = (q * scale).reshape(B, T, K, N // K, H)
+  last = jnp.max(positions)
+  stop = last // S + 1
+  start = jnp.int32(0)
+  if window is not None:
+    first = jnp.min(jnp.where(positions >= 0, positions, last))
+    start = jnp.maximum(first - window, 0) // S
+
+  def body(j, carry):
+    top, total, out = carry
+    at = jax.lax.dynamic_slice_in_dim(table, j * block, block, 1)
+    k, v = (_load(x[at]).reshape(B, S, K, H) for x in pages)
+    s = _scores(q, k)
+    if softcap:
+      s = softcap * jnp.tanh(s / softcap)
+    back = positions[:, :, None] - (j * S + jnp.arange(S))
+    sees = back >= 0
+    if window is not None:
+      sees &= back <= window
+    sees = sees[:, None, None]
+    new_top = jnp.maximum(top, jnp.max(jnp.where(sees, s, _MASKED), -1))
+    p = jnp.where(sees, jnp.exp(s - new_top[..., None]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + jnp.sum(p, -1)
+    return new_top, total, out * shrink[..., None] + _mix(p, v)
+
+  shape = (B, K, N // K, T)
+  carry = (
+    jnp.full(shape, _MASKED, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, H), jnp.float32),
+  )
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32).reshape(1, K, N // K, 1)
+    carry = (jnp.broadcast_to(sink, shape), jnp.ones(shape), carry[2])
+  _, total, out = jax.lax.fori_loop(start, stop, body, carry)
+  out = out / jnp.where(total > 0, total, 1.0)[..., None]
+  return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def paged_attend(
+  table: Int[Array, "B W"], positions: Int[Array, "B T"], *, block: int
+) -> Callable:
+  """The forward pass's attention: write the new keys, then read all.
+
+  Args:
+    table: pages of each row.
+    positions: absolute positions of the tokens; -1 marks padding.
+    block: pages read at a time.
+
+  Returns:
+    attend(q, k, v, pages, *, window, softcap, sinks, scale) ->
+    (out [B, T, N, H], pages).
+  """
+
+  def attend(q, k, v, pages, *, window, softcap, sinks, scale):
+    pages = (
+      write(pages[0], k, table, positions),
+      write(pages[1], v, table, positions),
+    )
+    out = attention(
+      q,
+      pages,
+      table,
+      positions,
+      window=window,
+      softcap=softcap,
+      sinks=sinks,
+      scale=scale,
+      block=block,
+    )
+    return out.astype(q.dtype), pages
+
+  return attend

@@ -1,0 +1,305 @@
+"""The embedded engine's compiled steps: a handful of shapes, donated pages.
+
+All programs are compiled ahead of time by `compile`, and only those are ever
+called, so nothing compiles in steady state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gyre.models import params as params_lib
+from gyre.models import transformer
+from gyre.models.config import ModelConfig
+from gyre.rollout import paged, sampling
+
+MAX_STOPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+  """What is compiled.
+
+  Attributes:
+    rows: decode batch sizes, ascending.
+    chunks: (rows, tokens) of prefill programs; empty where prefill runs
+      through the decode program.
+    pages, page_size: of the cache.
+    table_width: pages a row's table can name; a multiple of `block`.
+    block: pages read at a time by attention.
+    steps: most decode steps in one dispatch.
+  """
+
+  rows: tuple[int, ...]
+  chunks: tuple[tuple[int, int], ...]
+  pages: int
+  page_size: int
+  table_width: int
+  block: int
+  steps: int
+
+
+@dataclasses.dataclass
+class Rows:
+  """Host arrays of one decode dispatch; a row is one token of a request.
+
+  Attributes:
+    table: int32 [B, W].
+    tokens, positions: int32 [B], what is fed; position -1 marks padding.
+    limits: int32 [B], tokens a row may still sample.
+    seeds: uint32 [B].
+    temperature, top_p: float32 [B]. top_k: int32 [B].
+    stops: int32 [B, MAX_STOPS], padded with -1.
+  """
+
+  table: np.ndarray
+  tokens: np.ndarray
+  positions: np.ndarray
+  limits: np.ndarray
+  seeds: np.ndarray
+  temperature: np.ndarray
+  top_k: np.ndarray
+  top_p: np.ndarray
+  stops: np.ndarray
+
+  @classmethod
+  def empty(cls, rows: int, width: int) -> Rows:
+    """All padding."""
+    return cls(
+      table=np.zeros((rows, width), np.int32),
+      tokens=np.zeros(rows, np.int32),
+      positions=np.full(rows, -1, np.int32),
+      limits=np.zeros(rows, np.int32),
+      seeds=np.zeros(rows, np.uint32),
+      temperature=np.ones(rows, np.float32),
+      top_k=np.zeros(rows, np.int32),
+      top_p=np.ones(rows, np.float32),
+      stops=np.full((rows, MAX_STOPS), -1, np.int32),
+    )
+
+  def tree(self) -> dict[str, np.ndarray]:
+    """The arrays by name."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
+  B = rows["tokens"].shape[0]
+
+  def cond(carry):
+    i, _, _, _, alive, stopped, _, _ = carry
+    more = (i < steps) & jnp.any(alive)
+    return more & ~(until_any & stopped)
+
+  def body(carry):
+    i, kv, tokens, positions, alive, _, ids, logps = carry
+    at = jnp.where(alive, positions, -1)[:, None]
+    hidden, kv = transformer.forward(
+      params,
+      cfg,
+      tokens[:, None],
+      jnp.maximum(at, 0),
+      paged.paged_attend(rows["table"], at, block=block),
+      kv,
+    )
+    logits = transformer.logits(params, cfg, hidden[:, 0])
+    token, logp = sampling.sample(
+      logits,
+      sampling.position_uniform(rows["seeds"], positions + 1),
+      rows["temperature"],
+      rows["top_k"],
+      rows["top_p"],
+      alive,
+    )
+    token = jnp.where(alive, token, tokens)
+    ids = ids.at[i].set(jnp.where(alive, token, -1))
+    logps = logps.at[i].set(jnp.where(alive, logp, 0.0))
+    ends = jnp.any(token[:, None] == rows["stops"], -1)
+    ends |= rows["limits"] <= i + 1
+    return (
+      i + 1,
+      kv,
+      token,
+      positions + 1,
+      alive & ~ends,
+      jnp.any(alive & ends),
+      ids,
+      logps,
+    )
+
+  carry = (
+    jnp.int32(0),
+    kv,
+    rows["tokens"],
+    rows["positions"],
+    rows["positions"] >= 0,
+    jnp.bool_(False),
+    jnp.full((max_steps, B), -1, jnp.int32),
+    jnp.zeros((max_steps, B), jnp.float32),
+  )
+  done, kv, _, _, _, _, ids, logps = jax.lax.while_loop(cond, body, carry)
+  return kv, done, ids, logps
+
+
+def _prefill(params, kv, table, tokens, start, count, *, cfg, block):
+  T = tokens.shape[1]
+  offset = jnp.arange(T)[None]
+  at = jnp.where(offset < count[:, None], start[:, None] + offset, -1)
+  _, kv = transformer.forward(
+    params,
+    cfg,
+    tokens,
+    jnp.maximum(at, 0),
+    paged.paged_attend(table, at, block=block),
+    kv,
+  )
+  return kv
+
+
+def _copy(kv, source, target):
+  return jax.tree.map(lambda x: x.at[target].set(x[source]), kv)
+
+
+def new_cache(cfg: ModelConfig, shapes: Shapes, dtype: Any, device: Any):
+  """Empty pages, (keys, values) a layer."""
+  shape = (shapes.pages, shapes.page_size, cfg.num_kv_heads, cfg.head_dim)
+  dtype = paged.storage_dtype(jnp.dtype(dtype))
+  return tuple(
+    tuple(jnp.zeros(shape, dtype, device=device) for _ in range(2))
+    for _ in range(cfg.num_layers)
+  )
+
+
+class Programs:
+  """Compiled steps over (params, cache); the cache is donated each time."""
+
+  def __init__(self, cfg: ModelConfig, shapes: Shapes, dtype: Any, device: Any):
+    self.cfg = cfg
+    self.shapes = shapes
+    self.dtype = jnp.dtype(dtype)
+    self.device = device
+    self.compilations = 0
+    self._decode: dict[int, Any] = {}
+    self._prefill: dict[tuple[int, int], Any] = {}
+    self._copy: Any = None
+    self._place = jax.jit(self._converted)
+
+  def _converted(self, params):
+    params = params_lib.convert_layout(
+      params, self.cfg, layout="layers", order="oi"
+    )
+    # A copy: the giver may donate its own arrays afterwards.
+    return jax.tree.map(lambda x: jnp.copy(x.astype(self.dtype)), params)
+
+  def place(self, params: params_lib.Params) -> params_lib.Params:
+    """The engine's own copy: one array a layer, [out, in], its dtype."""
+    return self._place(jax.device_put(params, self.device))
+
+  def compile(self) -> None:
+    """Compiles every program; nothing compiles afterwards."""
+    if self._copy is not None:
+      return
+    sharding = jax.sharding.SingleDeviceSharding(self.device)
+
+    def abstract(x):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    s = self.shapes
+    specs = params_lib.param_specs(self.cfg, layout="layers", dtype=self.dtype)
+    params = jax.tree.map(abstract, params_lib.abstract_params(specs))
+    kv = jax.tree.map(
+      abstract,
+      jax.eval_shape(lambda: new_cache(self.cfg, s, self.dtype, None)),
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=sharding)
+    for rows in s.rows:
+      host = jax.tree.map(abstract, Rows.empty(rows, s.table_width).tree())
+      self._decode[rows] = self._compiled(
+        _decode,
+        1,
+        (params, kv, host, step, flag),
+        cfg=self.cfg,
+        block=s.block,
+        max_steps=s.steps,
+      )
+    for rows, tokens in s.chunks:
+      host = [
+        abstract(np.zeros(shape, np.int32))
+        for shape in ((rows, s.table_width), (rows, tokens), (rows,), (rows,))
+      ]
+      self._prefill[rows, tokens] = self._compiled(
+        _prefill, 1, (params, kv, *host), cfg=self.cfg, block=s.block
+      )
+    pages = abstract(np.zeros(s.rows[-1], np.int32))
+    self._copy = self._compiled(_copy, 0, (kv, pages, pages))
+
+  def _compiled(self, step, donate, arguments, **static):
+    def call(*args):
+      return step(*args, **static)
+
+    call.__name__ = step.__name__.strip("_")
+    self.compilations += 1
+    jitted = jax.jit(call, donate_argnums=donate)
+    return jitted.lower(*arguments).compile()
+
+  def decode(
+    self, params, kv, rows: Rows, steps: int, until_any: bool
+  ) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Runs up to `steps` decode steps.
+
+    Args:
+      params, kv: weights and cache (donated).
+      rows: of a size in shapes.rows.
+      steps: at most shapes.steps.
+      until_any: end as soon as one row has ended.
+
+    Returns:
+      The cache; ids int32 [done, B], -1 after a row's end; log-probabilities
+      float32 [done, B].
+    """
+    program = self._decode[len(rows.tokens)]
+    kv, done, ids, logps = program(
+      params, kv, rows.tree(), np.int32(steps), np.bool_(until_any)
+    )
+    done = int(done)
+    return kv, np.asarray(ids)[:done], np.asarray(logps)[:done]
+
+  def prefill(
+    self,
+    params,
+    kv,
+    table: np.ndarray,
+    tokens: np.ndarray,
+    start: np.ndarray,
+    count: np.ndarray,
+  ):
+    """Computes keys and values of context tokens.
+
+    Args:
+      params, kv: weights and cache (donated).
+      table: int32 [B, W].
+      tokens: int32 [B, T], (B, T) in shapes.chunks.
+      start: int32 [B], position of each row's first token.
+      count: int32 [B], how many of a row's tokens are real.
+
+    Returns:
+      The cache.
+    """
+    program = self._prefill[tokens.shape]
+    return program(params, kv, table, tokens, start, count)
+
+  def copy(self, kv, copies: Sequence[tuple[int, int]]):
+    """Copies whole pages, (source, target) each; returns the cache."""
+    size = self.shapes.rows[-1]
+    for i in range(0, len(copies), size):
+      pages = np.zeros((2, size), np.int32)
+      some = copies[i : i + size]
+      pages[:, : len(some)] = np.asarray(some, np.int32).T
+      kv = self._copy(kv, pages[0], pages[1])
+    return kv
