@@ -275,7 +275,7 @@ class Bubblewrap(local.LocalSandbox):
     """Lays the files out and starts process 1 and the first shell."""
     request = self._request
     layout = image.host_layout(request.task)
-    self.workdir = layout.workdir
+    self.workdir = self._start_dir = layout.workdir
     uid = sandbox_uid()
     shared = _shared_directory(sandbox.base_directory(), os.getpid())
     tar_fd = self._open_tar(layout)
@@ -283,11 +283,11 @@ class Bubblewrap(local.LocalSandbox):
     request_r, self._request_w = os.pipe()
     self._report_r, report_w = os.pipe()
     info_r, info_w = os.pipe()
-    filter_fd = _data_fd(seccomp.program())
+    filter_fd = data_fd(seccomp.program())
     script = supervisor(
       self._shell, request_r, report_w, self._caps, layout.workdir, tar_fd
     )
-    script_fd = _data_fd(script.encode())
+    script_fd = data_fd(script.encode())
     inherited = [
       fd
       for fd in (*self._shell.fds, request_r, report_w, info_w, filter_fd,
@@ -336,7 +336,7 @@ class Bubblewrap(local.LocalSandbox):
         f"/proc/{self._init.pid}/root{path}", os.O_RDONLY | os.O_DIRECTORY
       )
     self._watch(disks=self._fds.values())
-    await self._start_shell(self.workdir)
+    await self._start_shell(self._start_dir)
 
   def _disks(self, workdir: str) -> dict[str, str]:
     disks = {"workdir": workdir, "tmp": "/tmp"}
@@ -346,7 +346,7 @@ class Bubblewrap(local.LocalSandbox):
     if self._request.workspace is not None:
       return os.open(self._request.workspace, os.O_RDONLY | os.O_CLOEXEC)
     if layout.files:
-      return _data_fd(snapshot.pack_files(layout.files))
+      return data_fd(snapshot.pack_files(layout.files))
     return None
 
   def _write_mounts(self, uid: int | None) -> dict[str, str]:
@@ -463,7 +463,7 @@ def _inner_pid(pid: int) -> int | None:
   return None
 
 
-def _data_fd(data: bytes | None) -> int | None:
+def data_fd(data: bytes | None) -> int | None:
   """A descriptor to read `data` from."""
   if data is None:
     return None

@@ -92,7 +92,7 @@ def ulimits(limit: Caps, *, processes: bool = True) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """One line of /proc: pid, parent, CPU seconds, resident bytes, state."""
+  """What /proc says of one process: CPU in seconds, memory in bytes."""
 
   pid: int
   ppid: int
@@ -101,6 +101,7 @@ class Process:
   state: str
   threads: int
   start: int
+  session: int
 
 
 def read_process(pid: int) -> Process | None:
@@ -119,6 +120,7 @@ def read_process(pid: int) -> Process | None:
     state=fields[0].decode(),
     threads=int(fields[17]),
     start=int(fields[19]),
+    session=int(fields[3]),
   )
 
 

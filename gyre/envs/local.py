@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import logging
 import os
 import pathlib
 import shutil
@@ -13,7 +12,6 @@ import signal
 
 from gyre.envs import limits, sandbox, shell, snapshot
 
-_LOG = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 5.0
 _INIT = (
@@ -57,6 +55,8 @@ def environment(request: sandbox.Request, home: str, workdir: str) -> dict:
   }
   if request.deterministic:
     env |= {"PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": str(snapshot.EPOCH)}
+  if request.logs:
+    env |= {"GYRE_WORKSPACE": workdir, "GYRE_VERIFIER_DIR": "/logs/verifier"}
   return env | dict(request.task.env) | dict(request.env)
 
 
@@ -94,7 +94,7 @@ class LocalSandbox(abc.ABC):
     self._watchdog: limits.Watchdog | None = None
     self._fds: dict[str, int] = {}
     self._turn_lock = asyncio.Lock()
-    self.workdir = "/app"
+    self.workdir = self._start_dir = "/app"
     self.workspace = directory / "workspace.tar"
     self.kept_without: list[str] = []
 
@@ -115,6 +115,14 @@ class LocalSandbox(abc.ABC):
   @abc.abstractmethod
   async def _end(self) -> None:
     """Ends every process, supervisor included."""
+
+  def _to_host(self, text: str) -> str:
+    """Paths of the sandbox as the host knows them."""
+    return text
+
+  def _from_host(self, text: str) -> str:
+    """The opposite of _to_host."""
+    return text
 
   # The turn.
 
@@ -167,11 +175,11 @@ class LocalSandbox(abc.ABC):
 
   def _cwd(self) -> str:
     if self._shell_process is None:
-      return self.workdir
+      return self._start_dir
     try:
       return os.readlink(f"/proc/{self._shell_process.pid}/cwd")
     except OSError:
-      return self.workdir
+      return self._start_dir
 
   async def _interrupt(self, before: set[tuple[int, int]]) -> bool:
     """Ends what a command started; True when the shell lives on."""
@@ -238,14 +246,14 @@ class LocalSandbox(abc.ABC):
         notice=f"[not run: {_WHY[self._limit]}]",
       )
     if self._shell_process is None:
-      await self._start_shell(self.workdir)
+      await self._start_shell(self._start_dir)
     self._stop = asyncio.Event()
     self._limit, self._timed_out = "", False
     before = {(p.pid, p.start) for p in self._processes().values()}
     self._watchdog.begin(timeout_s)
     try:
       code, output, why = await self._shell.run(
-        command, self._stop, self._status
+        self._to_host(command), self._stop, self._status
       )
     finally:
       self._watchdog.end()
@@ -265,7 +273,7 @@ class LocalSandbox(abc.ABC):
   async def _conclude(self, code, output, why, before, timeout_s):
     killed = self._limit or ("output" if why == "output" else "")
     timed_out = self._timed_out and not killed and why == "stop"
-    restarted, notice, cwd = False, "", self.workdir
+    restarted, notice, cwd = False, "", self._start_dir
     if why and not killed and not timed_out:
       # The command ended the shell itself: exit, exec, kill.
       code = await asyncio.wait_for(
@@ -291,7 +299,7 @@ class LocalSandbox(abc.ABC):
       if self._limit not in ("cpu", "wall"):
         await self._start_shell(cwd)
     return shell.CommandResult(
-      output=output.text(),
+      output=self._from_host(output.text()),
       exit_code=code,
       timed_out=timed_out,
       truncated=output.truncated,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 import shutil
@@ -25,21 +24,14 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gyre import config
-from gyre.envs import shell
+from gyre.envs import errors, shell
 from gyre.envs import task as task_lib
 
 CommandResult = shell.CommandResult
+SandboxError = errors.SandboxError
+SandboxUnavailable = errors.SandboxUnavailable
 FileTree = Mapping[str, task_lib.FileSpec]
-_LOG = logging.getLogger(__name__)
 _PREFIX = "gyre-sandboxes"
-
-
-class SandboxError(RuntimeError):
-  """The sandbox cannot do its work: nothing that the agent did is at fault."""
-
-
-class SandboxUnavailable(SandboxError):
-  """No backend can serve the task here; the message has each one's reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +134,14 @@ async def prune() -> int:
 
 def _backends() -> Mapping[str, Callable]:
   # Here, not above: each backend imports this module for its types.
-  from gyre.envs import bubblewrap
+  from gyre.envs import bubblewrap, container, process, remote
 
   return {
     "bubblewrap": bubblewrap.start,
+    "docker": container.start_docker,
+    "podman": container.start_podman,
+    "remote": remote.start,
+    "process": process.start,
   }
 
 
@@ -165,7 +161,7 @@ async def start_backend(request: Request) -> Sandbox:
       )
     try:
       return await known[name](request)
-    except (SandboxError, task_lib.TaskError) as e:
+    except (SandboxError, task_lib.TaskError, OSError) as e:
       reasons.append(f"{name}: {e}")
   raise SandboxUnavailable(
     f"no sandbox for task {request.task.task_id}: " + "; ".join(reasons)

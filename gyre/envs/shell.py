@@ -19,9 +19,14 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import re
 import secrets
 
 CONTROL_FD = 99
+MARK_FD = 98
+_MARK_TIMEOUT_S = 5.0
+# What bash says when a child dies of a signal and there is no terminal.
+_NOISE = re.compile(rb"bash: \[\d+: \d+ \(\d+\)\] tcsetattr: [^\n]*\n")
 _KILL_FACTOR = 16
 _PIPE_BYTES = 1 << 18
 _PLAIN = frozenset(
@@ -84,6 +89,25 @@ class OutputBuffer:
     if len(self._tail) > 2 * self._half:
       del self._tail[: -self._half]
 
+  def cut_mark(self, mark: bytes) -> bool:
+    """Removes `mark`, and what follows it, if it is near the end."""
+    end = self._tail if self._tail else self._head
+    at = end.rfind(mark)
+    if at < 0 and self._head and self._tail:
+      # It lies across the two halves.
+      at = (self._head + self._tail).rfind(mark) - len(self._head)
+      if at < -len(mark):
+        return False
+    if at < 0 and end is self._head:
+      return False
+    self.total -= len(end) - at
+    if at < 0:
+      del self._head[at:]
+      self._tail.clear()
+    else:
+      del end[at:]
+    return True
+
   @property
   def truncated(self) -> bool:
     """True when bytes were left out."""
@@ -94,7 +118,7 @@ class OutputBuffer:
     head = self._head.decode("utf-8", "replace")
     tail = bytes(self._tail[-self._half :]).decode("utf-8", "replace")
     if not self.truncated:
-      whole = bytes(self._head + self._tail)
+      whole = _NOISE.sub(b"", bytes(self._head + self._tail))
       return whole.decode("utf-8", "replace")
     return f"{head}\n[... {self.total - 2 * self._half} bytes ...]\n{tail}"
 
@@ -116,9 +140,15 @@ class Shell:
 
   The ends that the shell inherits (`stdin_r`, `output_w`, `control_w`) stay
   open here too, so that a new shell can take the place of one that died.
+
+  Args:
+    max_output_bytes: kept of one command.
+    marks_output: the pipes are a client's, whose two output streams may
+      overtake each other: the end is marked in the output too, and waited for.
   """
 
-  def __init__(self, max_output_bytes: int):
+  def __init__(self, max_output_bytes: int, *, marks_output: bool = False):
+    self._marks_output = marks_output
     self.stdin_r, self._stdin_w = os.pipe()
     self._output_r, self.output_w = os.pipe()
     self._control_r, self.control_w = os.pipe()
@@ -198,9 +228,14 @@ class Shell:
     loop = asyncio.get_running_loop()
     nonce = secrets.token_hex(16)
     before = f"(\\exit {status});" if status else ""
+    closed = f"{CONTROL_FD}>&-"
+    mark = ""
+    if self._marks_output:
+      closed += f" {MARK_FD}>&-"
+      mark = f"\\builtin printf %s {nonce} >&{MARK_FD}\n"
     self._pending += (
-      f"{before}\\builtin eval {quote(command)} </dev/null {CONTROL_FD}>&-\n"
-      f"__gyre_status=$?\n{_FREE_NAMES}"
+      f"{before}\\builtin eval {quote(command)} </dev/null {closed}\n"
+      f"__gyre_status=$?\n{_FREE_NAMES}{mark}"
       f"\\builtin printf '%s %s\\n' {nonce} \"$__gyre_status\" "
       f">&{CONTROL_FD}\n"
     ).encode("utf-8", "surrogateescape")
@@ -245,6 +280,13 @@ class Shell:
       loop.remove_reader(self._control_r)
       loop.remove_writer(self._stdin_w)
     self._read_all_output()
+    if self._marks_output and not why:
+      end = loop.time() + _MARK_TIMEOUT_S
+      while not self._buffer.cut_mark(nonce.encode()):
+        if loop.time() > end:
+          break
+        await asyncio.sleep(0.002)
+        self._read_all_output()
     buffer, self._buffer = self._buffer, OutputBuffer(self._max_output_bytes)
     self._nonce = nonce
     return code, buffer, why

@@ -18,14 +18,11 @@ import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
+from gyre.envs import errors
 from gyre.envs import task as task_lib
 
 EPOCH = 1767225600  # 2026-01-01T00:00:00Z
 _MAX_ENTRIES = 200_000
-
-
-class SnapshotError(RuntimeError):
-  """A workspace that cannot be read or written."""
 
 
 def _info(name: str, mode: int, mtime: float) -> tarfile.TarInfo:
@@ -174,7 +171,7 @@ def pack_directory(fd: int, path: pathlib.Path, max_bytes: int) -> list[str]:
     What was left out, one line each.
 
   Raises:
-    SnapshotError: the tree cannot be read, or the host's disk is full.
+    errors.SnapshotError: the tree cannot be read, or the host's disk is full.
   """
   partial = path.with_name(path.name + ".part")
   flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -187,10 +184,76 @@ def pack_directory(fd: int, path: pathlib.Path, max_bytes: int) -> list[str]:
       packer.directory(fd, "")
     partial.rename(path)
   except OSError as e:
-    raise SnapshotError(
+    raise errors.SnapshotError(
       f"cannot keep the workspace at {path}: {errno.errorcode.get(e.errno)}"
     ) from e
   return packer.skipped
+
+
+def _safe_name(name: str) -> str | None:
+  """A member's name, relative and without '..', or None."""
+  parts = [p for p in name.split("/") if p not in ("", ".")]
+  return None if not parts or ".." in parts else "/".join(parts)
+
+
+def sanitize(
+  source: pathlib.Path, path: pathlib.Path, max_bytes: int, strip: str = ""
+) -> list[str]:
+  """Rewrites a tar from outside as pack_directory would have written it.
+
+  Args:
+    source: a tar that nobody vouches for.
+    path: the tar to create.
+    max_bytes: of file contents.
+    strip: a first path component to take off.
+
+  Returns:
+    What was left out, one line each.
+
+  Raises:
+    errors.SnapshotError: `source` is no tar.
+  """
+  skipped: list[str] = []
+  kept: set[str] = set()
+  room = max_bytes
+  try:
+    with (
+      tarfile.open(source, "r:") as old,
+      tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as new,
+    ):
+      for count, member in enumerate(old):
+        name = _safe_name(member.name)
+        if name is not None and strip:
+          first, _, rest = name.partition("/")
+          name = (rest or None) if first == strip else name
+        if name is None or name in kept:
+          continue
+        info = _info(name, member.mode, member.mtime)
+        target = None
+        if member.isdir():
+          info.type = tarfile.DIRTYPE
+        elif member.issym():
+          info.type, info.linkname = tarfile.SYMTYPE, member.linkname
+        elif member.islnk():
+          other = _safe_name(member.linkname)
+          if other is not None and strip:
+            other = other.removeprefix(strip + "/")
+          if other not in kept:
+            skipped.append(f"{name} (link to {member.linkname})")
+            continue
+          info.type, info.linkname = tarfile.LNKTYPE, other
+        elif member.isreg() and member.size <= room and count < _MAX_ENTRIES:
+          room -= member.size
+          info.size = member.size
+          target = old.extractfile(member)
+        else:
+          skipped.append(f"{name} ({member.size} bytes, type {member.type!r})")
+          continue
+        kept.add(name)
+        new.addfile(info, target)
+  except (tarfile.TarError, OSError, UnicodeError) as e:
+    raise errors.SnapshotError(f"cannot read the workspace's tar: {e}") from e
+  return skipped
 
 
 def is_empty(path: pathlib.Path) -> bool:
