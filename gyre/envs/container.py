@@ -30,7 +30,8 @@ DEFAULT_IMAGE = "debian:bookworm-slim"
 _CAPS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 _CALL_TIMEOUT_S = 60.0
 _EXEC = (
-  f"umask 022; exec {shell.CONTROL_FD}>&2 {shell.MARK_FD}>&1 2>&1; {shell.EXEC}"
+  f"umask 022; exec {shell.CONTROL_FD}>&2 {shell.MARK_FD}>&1 2>&1; "
+  + shell.EXEC.format("bash")
 )
 _INIT = "PS1=; PS2=; set +o histexpand +o history; unset HISTFILE"
 

@@ -87,6 +87,8 @@ class ProcessSandbox(local.LocalSandbox):
     if self._uid is not None:
       os.chown(self._dir, 0, self._uid)
       self._dir.chmod(0o750)
+      # So that /dev/stdout and /dev/stderr can be opened.
+      os.fchown(self._shell.output_w, self._uid, self._uid)
     self._mount()
     tmp = str(self._root / "tmp")
     env = local.environment(request, str(self._root / "home"), self._start_dir)
@@ -160,7 +162,7 @@ class ProcessSandbox(local.LocalSandbox):
     script = (
       f"umask 022\n{limits.ulimits(self._caps, processes=own)}\n"
       f'cd -- "$1" 2>/dev/null || cd {self._start_dir}\n'
-      f"{shell.EXEC} {self._shell.redirections()}"
+      f"{shell.EXEC.format('bash')} {self._shell.redirections()}"
     )
     self._process = await asyncio.create_subprocess_exec(
       *bubblewrap.as_user(self._uid),

@@ -4,8 +4,10 @@ Commands go in by its standard input, one `eval` a line; a command's own
 standard input is /dev/null. What it prints, on both streams, comes out of one
 pipe. That it has ended is said on a third: after the eval the shell prints a
 random number that stood unread in its input until then, on a descriptor that
-is closed while the command runs. So nothing that a program prints, and no
-program that the command started, can forge the end of a command.
+is closed while the command runs. Nothing that is printed can forge the end of
+a command, and no program that it started can reach the third pipe (where the
+backend also hides the shell's /proc entries: bubblewrap does). Shell code that
+goes looking for the shell's own descriptors can only cut its own turn short.
 
 The shell is interactive, without a terminal and without line editing: an
 interrupt abandons the command and keeps the shell with its variables,
@@ -40,7 +42,7 @@ _FREE_NAMES = (
   "\\unset -f builtin eval printf unset exit\n"
   "\\unset POSIXLY_CORRECT\n"
 )
-EXEC = "exec bash --norc --noprofile --noediting -i"
+EXEC = "exec -a bash {} --norc --noprofile --noediting -i"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from gyre.envs import task as task_lib
 
 EPOCH = 1767225600  # 2026-01-01T00:00:00Z
 _MAX_ENTRIES = 200_000
+_MAX_DEPTH = 100
 
 
 def _info(name: str, mode: int, mtime: float) -> tarfile.TarInfo:
@@ -80,6 +81,9 @@ class _Packer:
     self.skipped: list[str] = []
 
   def directory(self, fd: int, prefix: str) -> None:
+    if prefix.count("/") > _MAX_DEPTH:
+      self.skipped.append(f"{prefix[:200]} and below (too deep)")
+      return
     names = sorted(os.listdir(fd))
     for name in names:
       self.entries += 1
