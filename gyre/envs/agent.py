@@ -479,17 +479,42 @@ async def run_and_verify(
   return loop.execution(outcome)
 
 
-async def _close(box: sandbox_lib.Sandbox) -> None:
-  """Takes a sandbox down whole, however often its owner is cancelled."""
-  work = asyncio.ensure_future(box.close())
+async def _to_its_end(work: asyncio.Task) -> None:
+  """Waits until `work` is done, however often the waiter is cancelled.
+
+  Raises:
+    asyncio.CancelledError: afterwards, where it was.
+  """
   cancelled = None
   while not work.done():
     try:
-      await asyncio.shield(work)
+      await asyncio.wait({work})
     except asyncio.CancelledError as e:
       cancelled = e
   if cancelled is not None:
     raise cancelled
+
+
+async def _open(
+  sandbox: config.Sandbox, task: task_lib.Task, deterministic: bool
+) -> sandbox_lib.Sandbox:
+  """Opens a sandbox; a cancelled opening is completed, then taken down."""
+  work = asyncio.ensure_future(
+    sandbox_lib.open_sandbox(sandbox, task, deterministic=deterministic)
+  )
+  try:
+    await _to_its_end(work)
+  except asyncio.CancelledError:
+    if not work.cancelled() and work.exception() is None:
+      await _close(work.result())
+    raise
+  return work.result()
+
+
+async def _close(box: sandbox_lib.Sandbox) -> None:
+  """Takes a sandbox down whole, however often its owner is cancelled."""
+  work = asyncio.ensure_future(box.close())
+  await _to_its_end(work)
   work.result()
 
 
@@ -504,9 +529,7 @@ async def _attempts(
   while True:
     outcome = None
     try:
-      box = await sandbox_lib.open_sandbox(
-        sandbox, task, deterministic=deterministic
-      )
+      box = await _open(sandbox, task, deterministic)
       try:
         loop.reset()
         await loop.run(box)

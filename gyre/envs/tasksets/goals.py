@@ -210,8 +210,9 @@ _PRELUDE = """#!/bin/sh
 # Checks the workspace; one named assertion a line.
 LC_ALL=C
 export LC_ALL
-cd "${GYRE_WORKSPACE:-/app}" || exit 1
-logs="${GYRE_VERIFIER_DIR:-/logs/verifier}"
+cd "${GYRE_WORKSPACE:-.}" || exit 1
+logs=/logs/verifier
+[ -z "$GYRE_VERIFIER_DIR" ] || logs=$GYRE_VERIFIER_DIR
 total=0 passed=0 rows=
 file() { [ -f "$1" ] && [ ! -L "$1" ]; }
 folder() { [ -d "$1" ] && [ ! -L "$1" ]; }
