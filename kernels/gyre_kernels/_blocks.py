@@ -57,7 +57,7 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Rules cut into blocks, and the blocks that each block of queries visits.
+  """Rules cut into I blocks of queries and J blocks of keys.
 
   Attributes:
     q_index: `[I, Q]`, index of each query on the axis of keys.
@@ -65,8 +65,9 @@ class Plan:
     subtree_end: `[J, B, C]`, or None.
     q_positions: `[I, B or 1, Q]`, or None where no window needs it.
     k_positions: `[J, B or 1, C]`, or None where no window needs it.
-    order: `[I, J]`, blocks of keys, those to visit first.
-    count: `[I]`, how many to visit.
+    last_end: `[J]`, greatest subtree_end of a block, or None.
+    q_range: `[I]` least and greatest position of a block, or None.
+    k_range: `[J]` the same for keys, or None.
   """
 
   q_index: Array
@@ -74,8 +75,9 @@ class Plan:
   subtree_end: Array | None
   q_positions: Array | None
   k_positions: Array | None
-  order: Array
-  count: Array
+  last_end: Array | None
+  q_range: tuple[Array, Array] | None
+  k_range: tuple[Array, Array] | None
 
 
 def num_blocks(length: int, block: int) -> int:
@@ -101,19 +103,19 @@ def _cut(x: Array, block: int, value) -> Array:
   return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
 
 
-def make_plan(spec: Spec, rules: Rules, num_q: int, num_k: int) -> Plan:
-  """Cuts the rules into blocks and lists the blocks to visit.
+def _range(x: Array) -> tuple[Array, Array]:
+  """Least and greatest value of each block, over all rows of the batch."""
+  return x.min((1, 2)), x.max((1, 2))
 
-  A block of keys is visited by a block of queries if it may show a query of
-  any row of the batch something: rows share loops, not masks.
-  """
+
+def make_plan(spec: Spec, rules: Rules, num_q: int, num_k: int) -> Plan:
+  """Cuts the rules into blocks."""
   q_index = jnp.arange(num_q, dtype=jnp.int32) + (num_k - num_q)
   k_index = jnp.arange(num_k, dtype=jnp.int32)
-  window = spec.left is not None or spec.right is not None
   end, q_pos, k_pos = rules.subtree_end, None, None
   if end is not None:
     end = _cut(end, spec.block_k, 0)
-  if window:
+  if spec.left is not None or spec.right is not None:
     q_pos, k_pos = (
       _cut(index[None] if positions is None else positions, block, "edge")
       for positions, index, block in (
@@ -121,29 +123,38 @@ def make_plan(spec: Spec, rules: Rules, num_q: int, num_k: int) -> Plan:
         (rules.k_positions, k_index, spec.block_k),
       )
     )
-  q_index = _cut(q_index[None], spec.block_q, "edge")[:, 0]
-  k_index = _cut(k_index[None], spec.block_k, num_k)[:, 0]
-  seen = jnp.ones((1, q_index.shape[0], k_index.shape[0]), bool)
-  if spec.causal:
-    seen &= k_index[:, 0] <= q_index[:, -1:]
-  if end is not None:
-    seen &= q_index[:, :1] < end.max(-1).T[:, None, :]
-  if spec.left is not None:
-    gap = q_pos.min(-1).T[:, :, None] - k_pos.max(-1).T[:, None, :]
-    seen &= gap <= spec.left
-  if spec.right is not None:
-    gap = k_pos.min(-1).T[:, None, :] - q_pos.max(-1).T[:, :, None]
-    seen &= gap <= spec.right
-  seen = seen.any(0)
   return Plan(
-    q_index=q_index,
-    k_index=k_index,
+    q_index=_cut(q_index[None], spec.block_q, "edge")[:, 0],
+    k_index=_cut(k_index[None], spec.block_k, num_k)[:, 0],
     subtree_end=end,
     q_positions=q_pos,
     k_positions=k_pos,
-    order=jnp.argsort(~seen, axis=1, stable=True).astype(jnp.int32),
-    count=seen.sum(1, dtype=jnp.int32),
+    last_end=None if end is None else end.max((1, 2)),
+    q_range=None if q_pos is None else _range(q_pos),
+    k_range=None if k_pos is None else _range(k_pos),
   )
+
+
+def to_visit(spec: Spec, plan: Plan, i: Array) -> tuple[Array, Array]:
+  """Returns the blocks of keys that may show block i of queries something.
+
+  Rows of a batch share loops, not masks: a block that one row needs is
+  visited for all.
+
+  Returns:
+    `[J]` int32, the blocks to visit first, and how many they are.
+  """
+  seen = jnp.ones(plan.k_index.shape[0], bool)
+  if spec.causal:
+    seen &= plan.k_index[:, 0] <= plan.q_index[i, -1]
+  if plan.last_end is not None:
+    seen &= plan.q_index[i, 0] < plan.last_end
+  if spec.left is not None:
+    seen &= plan.q_range[0][i] - plan.k_range[1] <= spec.left
+  if spec.right is not None:
+    seen &= plan.k_range[0] - plan.q_range[1][i] <= spec.right
+  (order,) = jnp.nonzero(seen, size=seen.shape[0], fill_value=0)
+  return order.astype(jnp.int32), seen.sum(dtype=jnp.int32)
 
 
 def visible(spec: Spec, plan: Plan, i, j, num_k: int) -> Array | None:

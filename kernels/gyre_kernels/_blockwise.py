@@ -115,7 +115,8 @@ def _forward(spec, q, k, v, rules, sinks):
   start = vary_as(start, q, k, v)
 
   def visit(carry, xs):
-    i, q_i, order, count = xs
+    i, q_i = xs
+    order, count = _blocks.to_visit(spec, plan, i)
 
     def add(n, state):
       top, total, acc = state
@@ -135,9 +136,9 @@ def _forward(spec, q, k, v, rules, sinks):
     out = (acc / total[..., None]).astype(q.dtype)
     return carry, (out, jnp.where(some, top + jnp.log(total), -jnp.inf))
 
-  index = jnp.arange(plan.count.shape[0], dtype=jnp.int32)
+  index = jnp.arange(plan.q_index.shape[0], dtype=jnp.int32)
   qb = _split_q(q, spec.block_q, num_kv)
-  _, (out, lse) = _scan(visit, (), (index, qb, plan.order, plan.count))
+  _, (out, lse) = _scan(visit, (), (index, qb))
   return _join_q(out, num_q), _join_rows(lse, num_q)
 
 
@@ -167,19 +168,18 @@ def _backward(spec, saved, cotangents):
   lse = jnp.where(some, lse, 0.0)
   plan = _blocks.make_plan(spec, rules, num_q, num_k)
   kb, vb = _split_k(k, spec.block_k), _split_k(v, spec.block_k)
-  index = jnp.arange(plan.count.shape[0], dtype=jnp.int32)
+  index = jnp.arange(plan.q_index.shape[0], dtype=jnp.int32)
   xs = (
     index,
     _split_q(q, spec.block_q, num_kv),
     _split_q(dout, spec.block_q, num_kv),
     _split_rows(lse, spec.block_q, num_kv, jnp.inf),
     _split_rows(shift, spec.block_q, num_kv, 0.0),
-    plan.order,
-    plan.count,
   )
 
   def visit(carry, xs):
-    i, q_i, do_i, lse_i, shift_i, order, count = xs
+    i, q_i, do_i, lse_i, shift_i = xs
+    order, count = _blocks.to_visit(spec, plan, i)
     # Queries and cotangents with H leading: dK and dV are then plain row-major
     # products (three times faster on XLA's CPU than contracting over rows).
     q_t, do_t = (jnp.moveaxis(x, -1, 2) for x in (q_i, do_i))
