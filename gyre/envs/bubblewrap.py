@@ -309,6 +309,7 @@ class Bubblewrap(local.LocalSandbox):
     mounts = self._write_mounts(uid)
     request_r, self._request_w = os.pipe()
     self._report_r, report_w = os.pipe()
+    request_r, report_w = shell.high(request_r), shell.high(report_w)
     info_r, info_w = os.pipe()
     filter_fd = data_fd(seccomp.program())
     next_fd, script_fd = (

@@ -246,7 +246,10 @@ class Container:
     )
     self._watch = asyncio.create_task(self._wait(self._process, self._stop))
     start = self._shell.run(_INIT, self._stop)
-    code, output, _ = await asyncio.wait_for(start, _CALL_TIMEOUT_S)
+    try:
+      code, output, _ = await asyncio.wait_for(start, _CALL_TIMEOUT_S)
+    except TimeoutError:
+      raise sandbox.SandboxError(f"{self.name}: no answer from bash") from None
     if code is None:
       raise sandbox.SandboxError(
         f"{self.name}: no bash in the container: {output.text()[-200:]}"

@@ -168,7 +168,10 @@ class LocalSandbox(abc.ABC):
     self._shell_process = await self._spawn_shell(cwd)
     seed = "; RANDOM=1" if self._request.deterministic else ""
     start = self._shell.run(_INIT + seed, self._stop)
-    code, _, _ = await asyncio.wait_for(start, _START_TIMEOUT_S)
+    try:
+      code, _, _ = await asyncio.wait_for(start, _START_TIMEOUT_S)
+    except TimeoutError:
+      code = None
     if code is None:
       raise sandbox.SandboxError(f"{self.name}: the shell does not start")
     self._shell.drain()
@@ -218,14 +221,17 @@ class LocalSandbox(abc.ABC):
   async def _drop_shell(self) -> None:
     self._kill_all()
     if self._shell_exit is not None:
-      try:
-        await asyncio.wait_for(
-          asyncio.shield(self._shell_exit), _KILL_TIMEOUT_S
-        )
-      except TimeoutError:
-        raise sandbox.SandboxError(
-          f"{self.name}: processes do not end"
-        ) from None
+      await self._await_exit()
+
+  async def _await_exit(self) -> int:
+    try:
+      return await asyncio.wait_for(
+        asyncio.shield(self._shell_exit), _KILL_TIMEOUT_S
+      )
+    except TimeoutError:
+      raise sandbox.SandboxError(
+        f"{self.name}: the shell does not end"
+      ) from None
 
   async def run(
     self, command: str, timeout_s: float | None = None
@@ -276,9 +282,7 @@ class LocalSandbox(abc.ABC):
     restarted, notice, cwd = False, "", self._start_dir
     if why and not killed and not timed_out:
       # The command ended the shell itself: exit, exec, kill.
-      code = await asyncio.wait_for(
-        asyncio.shield(self._shell_exit), _KILL_TIMEOUT_S
-      )
+      code = await self._await_exit()
       restarted = True
       notice = f"the shell exited with status {code}"
     elif why:

@@ -137,6 +137,13 @@ def quote(command: str) -> str:
   return "$'" + b"".join(out).decode("utf-8", "surrogateescape") + "'"
 
 
+def high(fd: int) -> int:
+  """Moves a descriptor that a shell inherits above those that it uses."""
+  moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 128)
+  os.close(fd)
+  return moved
+
+
 class Shell:
   """The host's ends of the three pipes of one sandbox.
 
@@ -154,6 +161,9 @@ class Shell:
     self.stdin_r, self._stdin_w = os.pipe()
     self._output_r, self.output_w = os.pipe()
     self._control_r, self.control_w = os.pipe()
+    self.stdin_r = high(self.stdin_r)
+    self.output_w = high(self.output_w)
+    self.control_w = high(self.control_w)
     self._max_output_bytes = max_output_bytes
     for fd in (self._stdin_w, self._output_r, self._control_r):
       os.set_blocking(fd, False)
