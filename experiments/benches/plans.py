@@ -1,0 +1,247 @@
+"""What each benchmark measures: cases, settings of ours, settings of peers.
+
+No JAX here: the parent process of a benchmark only starts others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+Settings = Mapping[str, Any]
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+  """A figure of a measurement's results; higher: more is better."""
+
+  key: str
+  title: str
+  higher: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One way to run a case: a process with these settings.
+
+  Variants of one dtype compete: after the first round only the best by the
+  case's first metric goes on.
+  """
+
+  dtype: str
+  name: str
+  settings: Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+  """A script of experiments/peers/ and the ways to run it."""
+
+  script: str
+  variants: tuple[Variant, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Equal work for us and for the peers.
+
+  Attributes:
+    name: one line.
+    ours: settings of `measure` in benches/<bench>.py.
+    metrics: what is compared, the most important first.
+    peers: by the name that --peer gives.
+  """
+
+  name: str
+  ours: tuple[Variant, ...]
+  metrics: tuple[Metric, ...]
+  peers: Mapping[str, Peer] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """model: Hugging Face directory; quick: sizes that only show that all runs;
+  device: "cpu" or "gpu".
+  """
+
+  model: str = ""
+  quick: bool = False
+  device: str = "cpu"
+
+
+def _per_dtype(name: str = "", **settings: Any) -> tuple[Variant, ...]:
+  return tuple(Variant(d, name, settings | {"dtype": d}) for d in DTYPES)
+
+
+def engine(options: Options) -> tuple[Case, ...]:
+  """Generation of SmolLM2, prefill, a shared prefix, batch 1."""
+  sizes = {"model": options.model, "repeat": 1}
+  if options.quick:
+    sizes |= {
+      "batch": 4,
+      "prompt": 16,
+      "new": 8,
+      "prefill_batch": 2,
+      "prefill_len": 64,
+      "shared": 32,
+      "shared_batch": 2,
+      "rescore": 2,
+    }
+  metrics = (
+    Metric("decode_only_tok_s", "32 × (128 + 128): decode only, tok/s"),
+    Metric("gen_tok_s", "32 × (128 + 128): with prefill, tok/s"),
+    Metric("prefill_tok_s", "prefill 8 × 1,024, tok/s"),
+    Metric("shared_gen_tok_s", "16 sharing 512, 128 new each, tok/s"),
+    Metric("batch1_ms_per_token", "batch 1, ms a token", higher=False),
+    Metric("logprob_gap_mean", "mean |logprob − f32 rescoring|", higher=False),
+    Metric("logprob_gap_max", "max |logprob − f32 rescoring|", higher=False),
+  )
+  peers = {
+    "vllm": Peer("rollout_vllm.py", _per_dtype(**sizes)),
+    "hf": Peer(
+      "rollout_hf.py",
+      _per_dtype(**sizes) + _per_dtype("static cache", cache="static", **sizes),
+    ),
+  }
+  return (Case("SmolLM2", _per_dtype(**sizes), metrics, peers),)
+
+
+def _torch_train(batch: int, seq: int, **settings: Any) -> Peer:
+  settings |= {"batch": batch, "seq": seq}
+  variants = []
+  for dtype in DTYPES:
+    for loss in ("naive", "chunked"):
+      extra = {"loss": loss, "bf16": dtype == "bfloat16"}
+      variants.append(Variant(dtype, loss, settings | extra))
+  return Peer("train_torch.py", tuple(variants))
+
+
+def train(options: Options) -> tuple[Case, ...]:
+  """Train steps of SmolLM2; tokens are counted flat, a prompt once a row."""
+  shapes = ((8, 256, 0), (1, 2048, 0), (8, 128, 512))
+  if options.quick:
+    shapes = ((2, 16, 0), (1, 32, 0), (2, 8, 16))
+  metrics = (
+    Metric("tok_s", "tok/s"),
+    Metric("peak_gib", "peak memory, GiB", higher=False),
+  )
+  cases = []
+  for batch, seq, prompt in shapes:
+    size = {"model": options.model, "repeat": 1 if options.quick else 3}
+    torch_size = size | {"completion": seq if prompt else 0}
+    variants = tuple(
+      Variant(d, name, size | shape | {"dtype": d, "remat": name == "remat"})
+      for shape in ({"batch": batch, "seq": seq, "prompt": prompt},)
+      for d in DTYPES
+      for name in ("", "remat")
+    )
+    name = f"[{batch}, {seq}]"
+    if prompt:
+      name = f"{batch} completions of {seq} sharing a {prompt}-token prompt"
+    peer = _torch_train(batch, prompt + seq, **torch_size)
+    cases.append(Case(name, variants, metrics, {"torch": peer}))
+  return tuple(cases)
+
+
+# The model of experiments/peers/train_tunix.py.
+TUNIX_MODEL = {
+  "model_type": "qwen3",
+  "vocab_size": 4096,
+  "hidden_size": 256,
+  "intermediate_size": 1408,
+  "num_hidden_layers": 6,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 64,
+  "rope_theta": 1_000_000.0,
+  "rms_norm_eps": 1e-6,
+  "max_position_embeddings": 2048,
+  "tie_word_embeddings": False,
+}
+
+
+def grpo(options: Options) -> tuple[Case, ...]:
+  """A GRPO step of 4 prompts × 8 completions × 64 tokens, prompt 64."""
+  size = {"prompts": 4, "group": 8, "prompt_len": 64, "new": 64}
+  steps = {"steps": 3, "warmup": 2}
+  if options.quick:
+    size = {"prompts": 2, "group": 2, "prompt_len": 16, "new": 8}
+    steps = {"steps": 1, "warmup": 1}
+  metrics = (
+    Metric("step_s", "s a step", higher=False),
+    Metric("generate_s", "of it generation, s", higher=False),
+    Metric("optimise_s", "of it optimisation, s", higher=False),
+    Metric("peak_gib", "peak memory, GiB", higher=False),
+  )
+  n = size["prompts"] * size["group"]
+  trl = size | steps | {"model": options.model, "no_ckpt": True}
+  trl_variants = tuple(
+    Variant(
+      d,
+      f"micro-batch {micro}",
+      trl | {"bf16": d == "bfloat16", "micro": micro, "warmup": 1},
+    )
+    for d in DTYPES
+    for micro in (n // 4, n)
+  )
+  tunix = size | steps | {"prompt_len": size["prompt_len"] - 1, "beta": 0.0}
+  tunix |= {"max_prompt": size["prompt_len"]}
+  tunix |= {"cache": size["prompt_len"] + size["new"]}
+  tunix_variants = tuple(
+    Variant(d, "", tunix | {"bf16": d == "bfloat16"}) for d in DTYPES
+  )
+  ours = size | steps
+  return (
+    Case(
+      "SmolLM2",
+      _per_dtype(model=options.model, **ours),
+      metrics,
+      {"trl": Peer("train_trl.py", trl_variants)},
+    ),
+    Case(
+      "9.8M parameters",
+      _per_dtype(hf_config=TUNIX_MODEL, **ours),
+      metrics,
+      {"tunix": Peer("train_tunix.py", tunix_variants)},
+    ),
+  )
+
+
+def attention(options: Options) -> tuple[Case, ...]:
+  """Causal attention of 9 query and 3 key heads of 64."""
+  metrics = (
+    Metric("fwd_ms", "forward, ms", higher=False),
+    Metric("fwd_bwd_ms", "forward + backward, ms", higher=False),
+  )
+  gpu = options.device == "gpu"
+  heads = {"heads": 32, "kv_heads": 8, "dim": 128} if gpu else {}
+  seqs = (2048, 8192, 32768) if gpu else (2048, 8192)
+  cases = []
+  for seq in (128,) if options.quick else seqs:
+    size = heads | {"seq": seq}
+    device = {"device": "cuda"} if gpu else {}
+    peer = Peer("attention_torch.py", _per_dtype(**size, **device))
+    name = f"T = {seq:,}"
+    cases.append(Case(name, _per_dtype(**size), metrics, {"torch": peer}))
+  return tuple(cases)
+
+
+def reshard(options: Options) -> tuple[Case, ...]:
+  """A train state from one mesh of 8 devices onto another."""
+  metrics = (
+    Metric("save_gb_s", "Orbax save, GB/s"),
+    Metric("restore_gb_s", "Orbax restore onto the other mesh, GB/s"),
+    Metric("verified_restore_gb_s", "the same, hashes already verified, GB/s"),
+    Metric("device_put_gb_s", "device_put onto the other mesh, GB/s"),
+    Metric("copy_gb_s", "plain memory copy, GB/s"),
+  )
+  settings = {"model": options.model, "repeat": 1 if options.quick else 3}
+  return (
+    Case("fsdp 8 → fsdp 4 × tensor 2", (Variant("", "", settings),), metrics),
+  )
+
+
+PLANS = {f.__name__: f for f in (engine, train, grpo, attention, reshard)}
