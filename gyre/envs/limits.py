@@ -252,6 +252,7 @@ class Watchdog:
     self._wall_s = 0.0
     self._cpu_seen: dict[tuple[int, int], float] = {}
     self._cpu_gone = 0.0
+    self._fired: dict[str, int] = {}
     self._closed = False
     self._wake = threading.Condition()
     self._thread: threading.Thread | None = None
@@ -355,14 +356,25 @@ class Watchdog:
       self._on_timeout()
 
   def _disk_reason(self) -> str:
-    for fd in self._disks:
+    for i, fd in enumerate(self._disks):
       info = os.fstatvfs(fd)
-      if info.f_files - info.f_ffree > self._limit.max_inodes:
+      inodes = info.f_files - info.f_ffree
+      if self._grew(f"inodes{i}", inodes, self._limit.max_inodes):
         return "inodes"
     if self._disk_bytes is not None:
       used, inodes = self._disk_bytes()
-      if used > self._limit.disk_mib * MIB:
+      if self._grew("disk", used, self._limit.disk_mib * MIB):
         return "disk"
-      if inodes > self._limit.max_inodes:
+      if self._grew("inodes", inodes, self._limit.max_inodes):
         return "inodes"
     return ""
+
+  def _grew(self, name: str, used: int, limit: int) -> bool:
+    """True when `used` is above its limit and above when it last was.
+
+    Files stay when processes end: the agent must be able to remove them.
+    """
+    if used <= max(limit, self._fired.get(name, 0)):
+      return False
+    self._fired[name] = used
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -27,6 +28,7 @@ for word; do
 done
 exec /usr/bin/date -d @{snapshot.EPOCH} "$@"
 """
+_NEW = "a new shell was started: variables, functions and jobs are gone"
 _WHY = {
   "memory": "it used more memory than the sandbox has",
   "processes": "it started more processes than the sandbox allows",
@@ -251,8 +253,7 @@ class LocalSandbox(abc.ABC):
         exhausted=True,
         notice=f"[not run: {_WHY[self._limit]}]",
       )
-    if self._shell_process is None:
-      await self._start_shell(self._start_dir)
+    late = await self._recover()
     self._stop = asyncio.Event()
     self._limit, self._timed_out = "", False
     before = {(p.pid, p.start) for p in self._processes().values()}
@@ -267,6 +268,9 @@ class LocalSandbox(abc.ABC):
     if self._limit:
       why = "stop"
     result = await self._conclude(code, output, why, before, timeout_s)
+    if late:
+      notice = f"{late} {result.notice}".strip()
+      result = dataclasses.replace(result, restarted=True, notice=notice)
     self._watchdog.resume()
     self._status = result.exit_code or 0
     if self._request.deterministic and "workdir" in self._fds:
@@ -275,6 +279,18 @@ class LocalSandbox(abc.ABC):
           snapshot.set_times, fd, snapshot.EPOCH + self._turn
         )
     return result
+
+  async def _recover(self) -> str:
+    """A new shell where the last one ended between turns; a line about it."""
+    self._watchdog.end()
+    why = "the shell had ended"
+    if self._limit:
+      why = f"background jobs were ended: {_WHY[self._limit]}"
+      await self._drop_shell()
+    if self._shell_process is not None:
+      return ""
+    await self._start_shell(self._start_dir)
+    return f"[{why}; {_NEW}]"
 
   async def _conclude(self, code, output, why, before, timeout_s):
     killed = self._limit or ("output" if why == "output" else "")
@@ -297,9 +313,7 @@ class LocalSandbox(abc.ABC):
         await self._drop_shell()
         restarted = True
     if restarted:
-      notice += (
-        "; a new shell was started: variables, functions and jobs are gone"
-      )
+      notice += f"; {_NEW}"
       if self._limit not in ("cpu", "wall"):
         await self._start_shell(cwd)
     return shell.CommandResult(

@@ -1,0 +1,763 @@
+"""Escapes and abuses that the bubblewrap sandbox stops, one test each."""
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from gyre.envs import limits, sandbox
+from gyre.envs import task as task_lib
+
+SECRET = "gyre-secret-" + uuid.uuid4().hex
+REPO = pathlib.Path(__file__).resolve().parents[2]
+TASK = task_lib.Task("abuse", "x", files={"f": task_lib.FileSpec(b"x")})
+# ctypes, for system calls that have no program; prints the result and errno.
+SYSCALL = (
+  "python3 -c 'import ctypes, sys; c = ctypes.CDLL(None, use_errno=True); "
+  "r = c.syscall(*[int(a, 0) for a in sys.argv[1:]]); "
+  'print("syscall", r, ctypes.get_errno())\' '
+)
+EPERM, ENOSYS = 1, 38
+X86_64 = os.uname().machine == "x86_64"
+
+
+def play(options, *commands, timeout_s=10.0, during=None):
+  """The results of commands in one sandbox; `during(box)` runs at the end."""
+
+  async def main():
+    box = await sandbox.open_sandbox(options, TASK)
+    try:
+      results = [await box.run(c, timeout_s) for c in commands]
+      if during is not None:
+        await during(box)
+      return results
+    finally:
+      await box.close()
+
+  return asyncio.run(main())
+
+
+def output(options, command, **kwargs):
+  """What one command prints; the shell must work on after it."""
+  result, after = play(options, command, "echo alive", **kwargs)
+  assert after.output.endswith("alive\n")
+  return result.output
+
+
+def host_processes(mark):
+  """Processes of the host whose command line holds `mark`."""
+  found = []
+  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+      if mark.encode() in path.read_bytes():
+        found.append(int(path.parent.name))
+    except OSError:
+      continue
+  return [p for p in found if p != os.getpid()]
+
+
+def gone(mark):
+  """True once no process with `mark` is left; waits a little."""
+  for _ in range(100):
+    if not host_processes(mark):
+      return True
+    time.sleep(0.02)
+  return False
+
+
+# Reading the host.
+
+
+def test_host_home_repo_and_temporary_files_are_invisible(
+  bwrap_options, tmp_path
+):
+  secret = tmp_path / "secret"
+  secret.write_text(SECRET)
+  home = pathlib.Path.home()
+  text = output(
+    bwrap_options,
+    f"cat {secret} {home}/.bashrc {REPO}/setup.py; ls -a {home} {REPO} "
+    f"{tmp_path} /root /home /var /run /sys /boot /mnt /srv /media",
+  )
+  assert SECRET not in text and "install_requires" not in text
+  assert "setup.py:" not in text.replace("setup.py: No such", "")
+  for path in (secret, f"{REPO}/setup.py"):
+    assert f"{path}: No such file" in text
+
+
+def test_only_the_system_is_there(bwrap_options):
+  text = output(bwrap_options, "ls -A / | xargs; ls -A /home /tmp /var /run")
+  top = set(text.splitlines()[0].split())
+  assert top <= set(
+    "app bin dev etc home lib lib32 lib64 libx32 opt proc run sbin tmp usr "
+    "var".split()
+  )
+
+
+def test_password_hashes_and_keys_are_not_in_etc(bwrap_options):
+  text = output(bwrap_options, "cat /etc/shadow /etc/gshadow /etc/sudoers; "
+                "ls -d /etc/ssh /etc/ssl/private; "
+                "cut -d: -f1 /etc/passwd")  # fmt: skip
+  assert text.count("No such file") == 5
+  assert text.endswith("root\nagent\nnobody\n")
+
+
+def test_host_variables_do_not_leak(bwrap_options, monkeypatch):
+  monkeypatch.setenv("GYRE_TEST_SECRET", SECRET)
+  text = output(
+    bwrap_options, "env; export -p; cat /proc/*/environ | tr '\\0' '\\n'"
+  )
+  assert SECRET not in text
+  assert "HOME=/home/agent" in text
+
+
+def test_host_processes_and_their_arguments_are_invisible(bwrap_options):
+  victim = subprocess.Popen(["sleep", "4711"])
+  try:
+    text = output(bwrap_options, "ps aux; cat /proc/*/cmdline; ls -d "
+                  f"/proc/{victim.pid} /proc/{os.getpid()}")  # fmt: skip
+    assert "4711" not in text and "pytest" not in text
+  finally:
+    victim.kill()
+    victim.wait()
+
+
+def test_process_one_and_the_shell_hide_their_memory(bwrap_options):
+  text = output(
+    bwrap_options,
+    "ls /proc/1/fd /proc/$$/fd; cat /proc/1/environ /proc/$$/environ; "
+    "head -c 1 /proc/1/mem; head -c 1 /proc/$$/mem; ls /proc/1/root/; "
+    "cat /opt/gyre/sh/bash",
+  )
+  assert text.count("Permission denied") == 8
+
+
+# Writing outside.
+
+
+def test_nothing_outside_can_be_written(bwrap_options):
+  text = output(
+    bwrap_options,
+    "for d in / /usr /usr/bin /etc /bin/ /lib/ /dev /opt /opt/gyre/sh /home "
+    "/var /run /proc /proc/sys; do echo x > $d/gyre-escape && echo WROTE $d; "
+    "mkdir $d/gyre-dir && echo MADE $d; done; rm -f /usr/bin/env && echo RM; "
+    "echo x >> /etc/passwd && echo APPENDED; mv /usr/bin/env /tmp && echo MV",
+  )
+  for word in ("WROTE", "MADE", "RM", "APPENDED", "MV"):
+    assert word not in text
+  assert not pathlib.Path("/usr/gyre-escape").exists()
+
+
+def test_kernel_settings_cannot_be_written(bwrap_options):
+  text = output(
+    bwrap_options,
+    "for f in /proc/sys/kernel/hostname /proc/sys/kernel/core_pattern "
+    "/proc/sys/vm/drop_caches /proc/sysrq-trigger /proc/sys/kernel/domainname "
+    "/proc/1/oom_score_adj; do echo 1 > $f && echo WROTE $f; done",
+  )
+  assert "WROTE" not in text
+
+
+def test_sysfs_and_cgroups_are_absent(bwrap_options):
+  text = output(bwrap_options, "ls /sys /sys/fs/cgroup /sys/class/net")
+  assert text.count("No such file") == 3
+
+
+def test_device_nodes_cannot_be_made_or_found(bwrap_options):
+  text = output(
+    bwrap_options,
+    "mknod /tmp/m c 1 1; mknod /app/s b 8 0; mknod /dev/m c 1 1; "
+    "ls /dev/mem /dev/kmem /dev/kmsg /dev/sda /dev/vda /dev/fuse /dev/kvm "
+    "/dev/net/tun /dev/loop0; ls /dev | xargs",
+  )
+  assert text.count("mknod:") == 3 and text.count("No such file") == 9
+  assert text.splitlines()[-1] == (
+    "core fd full null ptmx pts random shm stderr stdin stdout tty urandom zero"
+  )
+
+
+# The network.
+
+
+def test_tcp_to_the_host_reaches_nobody(bwrap_options):
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    server.settimeout(0.2)
+    port = server.getsockname()[1]
+    text = output(
+      bwrap_options,
+      f"echo x > /dev/tcp/127.0.0.1/{port} && echo CONNECTED; "
+      "echo x > /dev/tcp/10.0.0.1/80 && echo CONNECTED; "
+      "tail -n +3 /proc/net/dev | cut -d: -f1",
+    )
+    with pytest.raises(TimeoutError):
+      server.accept()
+  assert "CONNECTED" not in text and text.split()[-1] == "lo"
+
+
+def test_udp_to_the_host_reaches_nobody(bwrap_options):
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+    server.bind(("127.0.0.1", 0))
+    server.settimeout(0.2)
+    output(
+      bwrap_options, f"echo x > /dev/udp/127.0.0.1/{server.getsockname()[1]}"
+    )
+    with pytest.raises(TimeoutError):
+      server.recv(1)
+
+
+def test_abstract_and_file_unix_sockets_reach_nobody(bwrap_options, tmp_path):
+  abstract = "\0" + SECRET
+  path = str(tmp_path / "s")
+  for address in (abstract, path):
+    with socket.socket(socket.AF_UNIX) as server:
+      server.bind(address)
+      server.listen()
+      text = output(
+        bwrap_options,
+        "python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); "
+        f"s.connect({address!r}); print('CONNECTED')\"",
+      )  # fmt: skip
+    assert "Error" in text and "CONNECTED" not in text
+
+
+@pytest.mark.parametrize(
+  "family,kind", [(40, 1), (17, 3), (38, 5), (2, 3), (31, 3)]
+)
+def test_other_socket_families_are_refused(bwrap_options, family, kind):
+  """vsock (a virtual machine's own host), packet, alg, raw, bluetooth."""
+  text = output(
+    bwrap_options,
+    'python3 -c "import socket; '
+    f"socket.socket({family}, {kind}); print('OPENED')\"",
+  )
+  assert "OPENED" not in text and "Error" in text
+
+
+# Using it all up.
+
+
+def test_fork_bomb(bwrap_options):
+  options = dataclasses.replace(bwrap_options, max_processes=32)
+  seen = []
+
+  async def count(box):
+    seen.append(len(box._processes()))
+
+  results = play(
+    options, "b() { b | b & }; b; sleep 0.3", "kill -9 -1; echo back",
+    timeout_s=3, during=count,
+  )  # fmt: skip
+  assert results[-1].output.endswith("back\n")
+  assert seen[0] <= 34
+
+
+def test_one_process_cannot_take_more_memory(bwrap_options):
+  options = dataclasses.replace(bwrap_options, memory_mib=128)
+  text = output(
+    options, "python3 -c \"x = bytearray(300 << 20); print('GOT')\"; echo $?"
+  )
+  assert "MemoryError" in text and "GOT" not in text
+
+
+MANY = (
+  "for i in 1 2 3 4; do python3 -c \"x = bytearray(b'x') * (60 << 20); "
+  'import time; time.sleep(9)" & done; wait'
+)
+SHARED = (
+  'python3 -c "import mmap, time; m = mmap.mmap(-1, 400 << 20)\n'
+  'for i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(9)"'
+)
+
+
+@pytest.mark.parametrize("bomb", [MANY, SHARED], ids=["many", "shared"])
+def test_memory_bombs_end(bwrap_options, bomb):
+  options = dataclasses.replace(bwrap_options, memory_mib=128)
+  result, after = play(options, bomb, "echo alive")
+  assert result.killed == "memory" and result.restarted
+  assert after.output == "alive\n"
+
+
+def test_a_memory_bomb_ends_while_the_event_loop_is_busy(bwrap_options):
+  options = dataclasses.replace(bwrap_options, memory_mib=128)
+
+  async def main():
+    box = await sandbox.open_sandbox(options, TASK)
+    try:
+      run = asyncio.create_task(box.run(MANY, 20))
+      await asyncio.sleep(0.1)
+      time.sleep(1.5)
+      alive = [p for p in box._processes().values() if p.rss > 20 << 20]
+      return alive, await run
+    finally:
+      await box.close()
+
+  alive, result = asyncio.run(main())
+  assert not alive and result.killed == "memory"
+
+
+def test_memory_outside_any_process_is_refused(bwrap_options):
+  if not X86_64:
+    pytest.skip("system call numbers of x86_64")
+  text = output(
+    bwrap_options, f"{SYSCALL} 319 0 0; {SYSCALL} 29 0 1000000 0x3b6; "
+    f"{SYSCALL} 68 0 0x3b6"
+  )  # fmt: skip
+  assert text == (
+    f"syscall -1 {ENOSYS}\nsyscall -1 {EPERM}\nsyscall -1 {EPERM}\n"
+  )
+
+
+@pytest.mark.parametrize("where", ["/app", "/tmp", "/dev/shm", "/home/agent"])
+def test_disk_bomb(bwrap_options, where):
+  options = dataclasses.replace(bwrap_options, disk_mib=20)
+  text = output(
+    options,
+    f"for i in 1 2 3; do head -c 15M /dev/zero > {where}/b$i || echo FULL; "
+    f"done; du -sm {where} | cut -f1",
+  )
+  assert "FULL" in text and int(text.split()[-1]) <= 20
+
+
+def test_one_file_cannot_exceed_the_disk_even_sparse(bwrap_options):
+  options = dataclasses.replace(bwrap_options, disk_mib=20)
+  text = output(options, "truncate -s 1T big; echo $?; stat -c %s big")
+  assert text.split()[-1] == "0" and "0\n" in text
+
+
+def test_inode_bomb(bwrap_options, monkeypatch):
+  monkeypatch.setattr(limits, "MAX_INODES", 2000)
+  result, after = play(
+    bwrap_options,
+    "mkdir d; cd d; while :; do touch $RANDOM$RANDOM{0..99}; done",
+    "sleep 0.2; rm -r d; echo alive",
+  )
+  assert result.killed == "inodes" and after.output == "alive\n"
+
+
+def test_open_file_bomb(bwrap_options):
+  text = output(
+    bwrap_options,
+    "python3 -c \"x = [open('/dev/null') for i in range(2000)]\"",
+  )
+  assert "Too many open files" in text
+
+
+def test_cpu_hog_in_the_background_is_counted(bwrap_options):
+  options = dataclasses.replace(bwrap_options, cpu_s=0.6)
+  (_, result) = play(
+    options, "(while :; do :; done) & (while :; do :; done) &", "sleep 8"
+  )
+  assert result.killed == "cpu" and result.exhausted
+
+
+# The protocol of turns.
+
+
+def test_forged_ends_are_output_like_any_other(bwrap_options):
+  result, after = play(
+    bwrap_options,
+    "python3 - <<'E'\nimport os\nline = b'0' * 32 + b' 0\\n'\n"
+    "for fd in range(1, 300):\n  try: os.write(fd, line)\n"
+    "  except OSError: pass\nE\n"
+    "printf '%032d 0\\nexit 0\\nshell 5\\nready\\n' 0; sleep 0.2; "
+    "echo tail; (exit 7)",
+    "echo next",
+  )
+  assert result.output.endswith("ready\ntail\n") and result.exit_code == 7
+  assert after.output == "next\n"
+
+
+def test_programs_cannot_reach_the_end_channel(bwrap_options):
+  result, after = play(
+    bwrap_options,
+    "for f in /proc/[0-9]*/fd/*; do [ -p $f ] && timeout 0.2 head -c 99 $f; "
+    "done 2>/dev/null; for f in /proc/1/fd/{0..300} /proc/$$/fd/{0..300}; do "
+    "echo 'exit 0'; done 2>&1 | tail -1; ls /proc/$$/fd 2>&1 | tail -1; "
+    "(exit 5)",
+    "echo next",
+  )
+  assert result.exit_code == 5 and not result.restarted
+  assert result.output.endswith("Permission denied\n")
+  assert after.output == "next\n"
+
+
+def test_replaced_functions_aliases_prompts_and_traps(bwrap_options):
+  play_on = [
+    "eval() { echo hijacked; }; builtin() { echo hijacked; }; "
+    "printf() { echo hijacked; }; unset() { echo hijacked; }; "
+    "exit() { echo hijacked; }; alias eval=true builtin=true printf=true "
+    "unset=true; PROMPT_COMMAND='echo prompt'; PS1='$ '; "
+    "trap 'echo debug' DEBUG; trap 'echo err' ERR; trap 'echo usr' USR1 EXIT",
+    "trap - DEBUG ERR EXIT; PROMPT_COMMAND=; PS1=",
+    "echo clean",
+  ]
+  *_, last = play(bwrap_options, *play_on, timeout_s=2)
+  assert last.output == "clean\n" and last.exit_code == 0
+
+
+def test_read_only_functions_cost_the_shell_at_most(bwrap_options):
+  *_, last = play(
+    bwrap_options,
+    "builtin() { :; }; printf() { :; }; readonly -f builtin printf",
+    "echo again",
+    "echo again",
+    timeout_s=0.5,
+  )
+  assert last.output == "again\n" or last.restarted
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    "exec 0<&- 1>&- 2>&-",
+    'for i in {3..254}; do eval "exec $i>&-"; done',
+    "exec > /dev/null 2>&1",
+    "exec < /dev/zero",
+    "kill -9 $$",
+    "kill -9 -1",
+    "kill -9 $PPID; kill -9 1; kill -STOP 1",
+    "exec true",
+    "ulimit -n 3",
+    "set -n",
+    "stty -a; reset",
+    "POSIXLY_CORRECT=1; readonly POSIXLY_CORRECT __gyre_status",
+    "PATH=; unset PATH HOME",
+    "cd /; rm -rf --no-preserve-root /app/* /tmp/*",
+    "rm -rf /app; mkdir -p /app/../app/x; cd /app/x && rmdir /app/x",
+    "chmod 0 /app /tmp",
+  ],
+)
+def test_a_broken_shell_is_replaced(bwrap_options, command):
+  *_, last = play(
+    bwrap_options, command, "echo one", "kill -9 $$", "echo two", timeout_s=0.7
+  )
+  assert last.output == "two\n"
+
+
+# Outliving the turn and the sandbox.
+
+
+@pytest.mark.parametrize(
+  "daemon",
+  [
+    "sleep {} & disown",
+    "nohup setsid sleep {} > /dev/null 2>&1 &",
+    '(setsid sh -c \'(setsid sh -c "trap \\"\\" TERM HUP; sleep {}" &)\' &)',
+    'python3 -c "import os\nif os.fork() == 0:\n  os.setsid()\n'
+    "  if os.fork() == 0: os.execvp('sleep', ['sleep', '{}'])\"",
+  ],
+)
+def test_daemons_die_with_the_sandbox(bwrap_options, daemon):
+  mark = f"99{uuid.uuid4().int % 10**12}"
+
+  async def alive(box):
+    await asyncio.sleep(0.2)
+    assert host_processes(mark)
+
+  play(bwrap_options, daemon.format(mark), during=alive)
+  assert gone(mark)
+
+
+def test_daemons_of_a_command_that_timed_out_die_with_it(bwrap_options):
+  mark = f"98{uuid.uuid4().int % 10**12}"
+
+  async def check(box):
+    assert gone(mark)
+
+  play(
+    bwrap_options, f"setsid nohup sleep {mark} & sleep 9", timeout_s=0.4,
+    during=check,
+  )  # fmt: skip
+
+
+def test_ignoring_every_signal_does_not_help(bwrap_options):
+  start = time.monotonic()
+  result, after = play(
+    bwrap_options,
+    'python3 -c "import signal, time\nfor s in range(1, 65):\n'
+    "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError):"
+    ' pass\ntime.sleep(99)"',
+    "echo alive",
+    timeout_s=0.5,
+  )
+  assert result.timed_out and after.output == "alive\n"
+  assert time.monotonic() - start < 10
+
+
+def test_the_sandbox_dies_with_its_host_process(bwrap_options, tmp_path):
+  mark = f"97{uuid.uuid4().int % 10**12}"
+  script = tmp_path / "host.py"
+  script.write_text(
+    "import asyncio\nfrom gyre import config\n"
+    "from gyre.envs import sandbox, task\n"
+    "async def main():\n"
+    "  box = await sandbox.open_sandbox(\n"
+    "    config.Sandbox(), task.Task('t', 'x'))\n"
+    f"  await box.run('setsid sleep {mark} & setsid nohup sleep {mark} &')\n"
+    "  print('up', flush=True)\n  await asyncio.sleep(60)\n"
+    "asyncio.run(main())\n"
+  )
+  host = subprocess.Popen(
+    [sys.executable, str(script)], stdout=subprocess.PIPE, cwd=REPO
+  )
+  try:
+    assert host.stdout.readline() == b"up\n"
+    time.sleep(0.1)
+    assert host_processes(mark)
+  finally:
+    host.kill()
+    host.wait()
+    host.stdout.close()
+  assert gone(mark)
+  assert asyncio.run(sandbox.prune()) >= 1
+
+
+# Signals, tracing, privileges.
+
+
+def test_signals_do_not_reach_the_host(bwrap_options):
+  victim = subprocess.Popen(["sleep", "4712"])
+  try:
+    result, _, after = play(
+      bwrap_options,
+      f"kill -9 {victim.pid}; kill -9 {os.getpid()} {os.getppid()}",
+      "kill -9 -1; kill -TERM 1; kill -9 1; kill -INT 0",
+      "echo alive",
+    )
+    assert victim.poll() is None
+    assert result.output.count("No such process") >= 2
+    assert after.output == "alive\n"
+  finally:
+    victim.kill()
+    victim.wait()
+
+
+def test_no_capability_and_no_new_privileges(bwrap_options):
+  text = output(
+    bwrap_options,
+    "grep -E 'Cap(Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; "
+    "id -u; chroot / true && echo GOT; hostname x && echo GOT; "
+    "chown root f && echo GOT; renice -n -5 $$ && echo GOT",
+  )
+  assert text.count("\t0000000000000000\n") == 4
+  assert "NoNewPrivs:\t1" in text and "Seccomp:\t2" in text
+  assert "\n1000\n" in text
+  assert "GOT" not in text
+
+
+def test_setuid_files_give_nothing(bwrap_options):
+  text = output(
+    bwrap_options,
+    "cp /bin/bash b; chmod 6755 b; ./b -p -c 'id -u; id -ru'; "
+    "find /usr/bin -perm -4000 | head -1 | xargs ls -ln; su -c id; "
+    "mount -t tmpfs x /tmp",
+  )
+  assert text.startswith("1000\n1000\n") and "uid=0" not in text
+
+
+@pytest.mark.parametrize(
+  "name,arguments",
+  [
+    ("ptrace", "101 16 1 0 0"),
+    ("process_vm_readv", "310 1 0 0 0 0 0"),
+    ("mount", "165 0 0 0 0 0"),
+    ("umount", "166 0 0"),
+    ("unshare user", "272 0x10000000"),
+    ("unshare mount", "272 0x20000"),
+    ("setns", "308 0 0"),
+    ("pivot_root", "155 0 0"),
+    ("open_by_handle_at", "304 0 0 0"),
+    ("bpf", "321 0 0 0"),
+    ("perf_event_open", "298 0 0 0 0 0"),
+    ("io_uring_setup", "425 1 0"),
+    ("userfaultfd", "323 0"),
+    ("keyctl", "250 0 -3 0"),
+    ("add_key", "248 0 0 0 0 -3"),
+    ("request_key", "249 0 0 0 -3"),
+    ("init_module", "175 0 0 0"),
+    ("kexec_load", "246 0 0 0 0"),
+    ("reboot", "169 0xfee1dead 672274793 0 0"),
+    ("settimeofday", "164 0 0"),
+    ("syslog", "103 3 0 0"),
+    ("swapon", "167 0 0"),
+    ("ioctl TIOCSTI", "16 0 0x5412 0"),
+  ],
+)
+def test_system_calls_that_are_refused(bwrap_options, name, arguments):
+  if not X86_64:
+    pytest.skip("system call numbers of x86_64")
+  text = output(bwrap_options, SYSCALL + arguments)
+  assert text == f"syscall -1 {EPERM}\n", name
+
+
+def test_user_namespaces_by_clone_are_refused(bwrap_options):
+  text = output(
+    bwrap_options,
+    "unshare -U true && echo MADE; unshare -r true && echo MADE; "
+    'python3 -c "import ctypes; c = ctypes.CDLL(None, use_errno=True); '
+    "r = c.syscall(56, 0x10000000 | 17, 0, 0, 0, 0)\n"
+    "import os\nif r == 0: os._exit(0)\nprint('clone', r)\"",
+  )
+  assert "MADE" not in text
+  assert not X86_64 or "clone -1" in text
+
+
+def test_calls_of_another_architecture_are_refused(bwrap_options):
+  if not X86_64:
+    pytest.skip("the x32 and i386 tables exist on x86_64")
+  # mount by its x32 number, and by int 0x80 (21).
+  code = (
+    "import ctypes, mmap; m = mmap.mmap(-1, 4096, prot=7); "
+    "m.write(bytes.fromhex('b815000000cd80c3')); "
+    "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof("
+    "ctypes.c_char.from_buffer(m))); print('int80', f())"
+  )
+  text = output(
+    bwrap_options, f'{SYSCALL} 0x400000a5 0 0 0 0 0; python3 -c "{code}"'
+  )
+  assert text.startswith(f"syscall -1 {ENOSYS}\n")
+  assert f"int80 -{ENOSYS}" in text or "Segmentation" in text
+
+
+def test_there_is_no_terminal_to_inject_into(bwrap_options):
+  text = output(bwrap_options, "tty; echo x > /dev/tty; ps -o tty= -p $$")
+  assert "not a tty" in text and "?" in text and "No such device" in text
+
+
+# What lies in the workspace when the host reads it.
+
+
+def leave(options, command):
+  """(members of the kept tar, what was left out)."""
+  import tarfile
+
+  async def main():
+    box = await sandbox.open_sandbox(options, TASK)
+    try:
+      await box.run(command, 20)
+      path = await box.close_shell()
+      with tarfile.open(path) as tar:
+        return {m.name: m for m in tar}, box.kept_without, path.stat().st_size
+    finally:
+      await box.close()
+
+  return asyncio.run(main())
+
+
+def test_links_in_the_workspace_are_kept_not_followed(bwrap_options, tmp_path):
+  secret = tmp_path / "secret"
+  secret.write_text(SECRET)
+  found, left_out, size = leave(
+    bwrap_options,
+    f"ln -s {secret} s; ln -s / root; ln -s .. up; ln -s loop loop; "
+    "ln -s /proc/self/root r; ln -s /etc/passwd p; rm f; ln -s /etc f",
+  )
+  assert all(m.issym() for m in found.values()) and not left_out
+  assert found["s"].linkname == str(secret) and size < 20000
+
+
+def test_pipes_sockets_and_setuid_bits_are_left_out(bwrap_options):
+  found, left_out, _ = leave(
+    bwrap_options,
+    'mkfifo pipe; python3 -c "import socket; '
+    "socket.socket(socket.AF_UNIX).bind('sock')\"; "
+    "cp /bin/true su; chmod 6755 su; mkdir t; chmod 3777 t",
+  )
+  assert set(found) == {"f", "su", "t"}
+  assert found["su"].mode == 0o755 and found["t"].mode == 0o777
+  assert sorted(x.split()[0] for x in left_out) == ["pipe", "sock"]
+
+
+def test_sparse_files_and_many_copies_are_bounded(bwrap_options):
+  options = dataclasses.replace(bwrap_options, disk_mib=10)
+  found, left_out, size = leave(
+    options, "for i in {0..9}; do truncate -s 9M s$i; done"
+  )
+  assert size < 21 << 20 and len(left_out) >= 7 and "f" in found
+
+
+def test_deep_and_odd_names_are_survived(bwrap_options):
+  found, left_out, _ = leave(
+    bwrap_options,
+    "python3 - <<'E'\nimport os\nfor i in range(1500):\n"
+    "  os.mkdir('d' * 10); os.chdir('d' * 10)\nE\n"
+    "touch -- '-rf' $'new\\nline' $'\\377bad' '*' ' ' ' \"q'; "
+    "touch ../../../../../tmp/x; chmod 000 f",
+  )
+  assert any("too deep" in x for x in left_out)
+  assert {"-rf", "new\nline", "*", " ", ' "q', "f"} <= set(found)
+  assert not any(n.startswith(("/", "..")) for n in found)
+
+
+def test_it_works_for_a_normal_user(bwrap_options, tmp_path):
+  """All of the above was as whoever runs the tests; this is as nobody."""
+  if os.geteuid() != 0:
+    pytest.skip("the tests run as a normal user already")
+  script = (
+    "import asyncio, os, tarfile, httpx\n"
+    "from gyre import config\n"
+    "from gyre.envs import bubblewrap, container, image, process, remote\n"
+    "from gyre.envs import sandbox, snapshot, verifier, task as T\n"
+    "import encodings.idna, concurrent.futures.thread\n"
+    "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
+    "async def main():\n"
+    "  test = T.FileSpec(b'[ \"$(cat x)\" = hi ]')\n"
+    "  t = T.Task('t', 'x', files={'f': T.FileSpec(b'1', 0)},\n"
+    "             tests={'test.sh': test})\n"
+    "  o = config.Sandbox()\n"
+    "  box = await sandbox.open_sandbox(o, t)\n"
+    "  r = await box.run('echo hi > x; id -u; ulimit -u; sleep 9', 0.3)\n"
+    "  s = await box.run('cat x')\n"
+    "  out = await verifier.verify(t, await box.close_shell(), o)\n"
+    "  print(repr(r.output), r.timed_out, repr(s.output), out.score)\n"
+    "  await box.close()\n"
+    "asyncio.run(main())\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", script], capture_output=True, text=True, cwd="/",
+    env={"PATH": os.environ["PATH"]},
+  )  # fmt: skip
+  if "Permission denied" in done.stderr and "bwrap" in done.stderr:
+    pytest.skip("the interpreter's packages are not readable by other users")
+  assert done.stdout == "'1000\\n64\\n' True 'hi\\n' 1.0\n", done.stderr
+
+
+def test_signal_numbers_are_what_the_watchdog_sends():
+  """send_signal leaves a process alone that took over a dead one's number."""
+  child = subprocess.Popen(["sleep", "4713"])
+  try:
+    found = limits.read_process(child.pid)
+    stale = dataclasses.replace(found, start=found.start - 1)
+    limits.send_signal(stale, signal.SIGKILL)
+    assert child.poll() is None
+    limits.send_signal(found, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+  finally:
+    child.kill()
+
+
+def test_limits_hold_between_turns(bwrap_options):
+  """Background jobs are watched while the model thinks."""
+  options = dataclasses.replace(bwrap_options, memory_mib=128)
+
+  async def main():
+    box = await sandbox.open_sandbox(options, TASK)
+    try:
+      await box.run(f"X=1; ({MANY}) > /dev/null 2>&1 &")
+      await asyncio.sleep(1.2)
+      return await box.run("echo [$X]"), await box.run("echo on")
+    finally:
+      await box.close()
+
+  first, second = asyncio.run(main())
+  assert first.output == "[]\n" and first.restarted
+  assert "background jobs were ended: it used more memory" in first.notice
+  assert second.output == "on\n" and not second.restarted
