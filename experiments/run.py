@@ -15,7 +15,7 @@ from __future__ import annotations
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gyre.config import ConfigError, from_config_dict
@@ -70,6 +70,8 @@ def main(argv: list[str]) -> None:
     config = from_config_dict(_CONFIG.value)
   except ConfigError as error:
     _fail(error)
+  if not flags.FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)  # Orbax tells much at INFO
   from gyre.runtime import main as runtime
 
   try:
@@ -80,6 +82,10 @@ def main(argv: list[str]) -> None:
     else:
       runtime.train(config, _workdir())
   except runtime.EXPECTED as error:
+    _fail(error)
+  except OSError as error:  # a full disk, a directory that cannot be written
+    if error.errno is None:
+      raise
     _fail(error)
   except KeyboardInterrupt:
     print(

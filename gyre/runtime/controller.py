@@ -330,10 +330,14 @@ class Controller:
     self.store.put_event("publish", {"version": step}, step=step)
     self.record.timeline.instant(ENGINE, "publish", version=step)
     best = self.position.best
-    if self._evaluates(step):
+    written, self.record.written = self.record.written, None
+    if written is not None:
+      row = written
+    elif self._evaluates(step):
       began = time.monotonic()
       row |= await self._evaluate(step)
       row["perf/eval_s"] = time.monotonic() - began
+    if row.get("eval/reward") is not None:
       best = self.checkpoints.offer_best(step, row["eval/reward"], best)
     self.record.step(row)
     self.position.best = best
@@ -465,8 +469,10 @@ class Controller:
         scored.samples,
         scored.advantages,
         row_tokens=config.learner.row_tokens,
+        row_entries=config.learner.row_tokens,
         micro_rows=config.learner.micro_rows,
         row_multiple=self.trainer.row_multiple,
+        fixed=True,
       )
       learned = self.trainer.train(packed)
       self.trainer.set_version(step)

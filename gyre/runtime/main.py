@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import pathlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,7 +36,6 @@ EXPECTED = (
   ConfigError,
   EngineError,
   ManifestError,
-  OSError,
   PublishError,
   RolloutError,
   SandboxError,
@@ -56,6 +57,18 @@ class _Lines(logging.Handler):
 
   def emit(self, record: logging.LogRecord) -> None:
     self._shown.line(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _warnings(shown: progress.Progress) -> Iterator[None]:
+  logger, handler = logging.getLogger("gyre"), _Lines(shown)
+  logger.addHandler(handler)
+  logger.propagate = False
+  try:
+    yield
+  finally:
+    logger.removeHandler(handler)
+    logger.propagate = True
 
 
 def _interrupt(*_: Any) -> None:
@@ -80,16 +93,13 @@ def train(config: Config, directory: pathlib.Path) -> None:
     workdir.write_config(directory, config)
     runner = Runner(config, launched.renderer)
     controller = Controller(config, directory, launched, tasks, runner)
-    handler = _Lines(controller.record.progress)
-    logging.getLogger("gyre").addHandler(handler)
     try:
-      rows = asyncio.run(_train(controller))
-      table = progress.final_table(
-        rows, controller.wall_s(), f"{directory}: {config.run.steps} steps"
-      )
+      with _warnings(controller.record.progress):
+        rows = asyncio.run(_train(controller))
+      title = f"{directory}: {config.run.steps} steps"
+      table = progress.final_table(rows, controller.wall_s(), title)
       controller.record.progress.show(table)
     finally:
-      logging.getLogger("gyre").removeHandler(handler)
       controller.close()
   finally:
     lock.release()
@@ -128,15 +138,10 @@ def evaluate_only(
   step = int(path.name.rpartition("_")[2])
   cell = CellWorker("cell 0", launched.model_cfg, config, trainer)
   runner = Runner(config, launched.renderer)
-  with progress.Progress(None, config.run.steps) as shown:
-    handler = _Lines(shown)
-    logging.getLogger("gyre").addHandler(handler)
-    try:
-      row = asyncio.run(
-        _evaluate(config, cell, params, step, tasks, runner, shown)
-      )
-    finally:
-      logging.getLogger("gyre").removeHandler(handler)
+  with progress.Progress(None, config.run.steps) as shown, _warnings(shown):
+    row = asyncio.run(
+      _evaluate(config, cell, params, step, tasks, runner, shown)
+    )
     shown.line(f"checkpoint of step {step}: {progress.eval_text(row)}")
   text = json.dumps({"step": step, **row}, indent=2) + "\n"
   workdir.write_text(directory / f"eval_{step:06d}.json", text)

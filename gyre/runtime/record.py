@@ -6,6 +6,7 @@ that and goes on, so that the files are those of an uninterrupted run.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import resource
 import sys
@@ -27,7 +28,12 @@ CELL, ENGINE = "cell 0", "engine 0"
 
 
 class Record:
-  """metrics.jsonl, warm_start.jsonl, TensorBoard, timeline.json, log.txt."""
+  """metrics.jsonl, warm_start.jsonl, TensorBoard, timeline.json, log.txt.
+
+  Attributes:
+    written: the line of the step that is resumed, where it was written before
+      the run ended, or None.
+  """
 
   def __init__(
     self,
@@ -46,6 +52,7 @@ class Record:
       step: whose line will be written next.
     """
     self._directory = directory
+    self.written = self._line_of(step, lengths.get(METRICS, 0))
     for name in (METRICS, WARM, LOG, TIMELINE):
       workdir.cut(directory / name, lengths.get(name, 0))
     self.metrics = metrics.Lines(directory / METRICS)
@@ -55,6 +62,14 @@ class Record:
     self.progress = Progress(directory / LOG, steps)
     for row in self.rows():
       self.progress.seen(row)
+
+  def _line_of(self, step: int, start: int) -> dict[str, Any] | None:
+    path = self._directory / METRICS
+    if not path.exists():
+      return None
+    line, end, _ = path.read_bytes()[start:].partition(b"\n")
+    row = json.loads(line) if end else {}
+    return row if row.get("step") == step else None
 
   def lengths(self) -> dict[str, int]:
     """Returns the length of each file, for a checkpoint."""

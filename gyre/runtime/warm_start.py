@@ -142,8 +142,10 @@ def batches(
       starts[step + 1][1],
       None,
       row_tokens=width,
+      row_entries=width,
       micro_rows=rows,
       row_multiple=row_multiple,
+      fixed=True,
     )
 
   return batch
