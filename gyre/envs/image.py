@@ -105,7 +105,7 @@ def _copy(
     if "://" in source:
       refuse(f"ADD {source}")
     name = posixpath.normpath(source.lstrip("/") or ".")
-    if name == "." or (name in context and context[name].directory):
+    if name == "." or any(k.startswith(name + "/") for k in context):
       prefix = "" if name == "." else name + "/"
       found = {
         k[len(prefix) :]: v for k, v in context.items() if k.startswith(prefix)

@@ -22,6 +22,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HERTZ = os.sysconf("SC_CLK_TCK")
 MAX_INODES = 65536
 MIB = 1 << 20
+_UNSEEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,11 +371,15 @@ class Watchdog:
     return ""
 
   def _grew(self, name: str, used: int, limit: int) -> bool:
-    """True when `used` is above its limit and above when it last was.
+    """True when `used` is above its limit and above what it was left at.
 
-    Files stay when processes end: the agent must be able to remove them.
+    Files stay when processes end: the agent must be able to remove them. What
+    it was left at is first seen after the processes that wrote have ended.
     """
     if used <= max(limit, self._fired.get(name, 0)):
       return False
-    self._fired[name] = used
+    if self._fired.get(name) == _UNSEEN:
+      self._fired[name] = used
+      return False
+    self._fired[name] = _UNSEEN
     return True
