@@ -438,5 +438,5 @@ def test_bad_arguments_are_named(error, kwargs, words):
 
 def test_heads_must_divide():
   q, k, v = _qkv(0, 1, 4, 4, 5, 2, 8)
-  with pytest.raises(ValueError, match="num_heads 5.*num_kv_heads 2"):
+  with pytest.raises(ValueError, match=r"num_heads 5.*num_kv_heads 2"):
     attention(q, k, v)
