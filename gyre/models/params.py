@@ -299,6 +299,13 @@ def layout_of(params: Params) -> Layout:
   return "layers" if isinstance(params["layers"], tuple | list) else "stacked"
 
 
+def num_layers(params: Params) -> int:
+  """Returns how many layers a tree of parameters has."""
+  if layout_of(params) == "layers":
+    return len(params["layers"])
+  return jax.tree.leaves(params["layers"])[0].shape[0]
+
+
 def convert_layout(
   params: Params,
   cfg: ModelConfig,

@@ -79,6 +79,11 @@ def forward(
     layer = jax.checkpoint(
       layer, policy=policy, prevent_cse=False, static_argnums=(4,)
     )
+  layers = params_lib.num_layers(params)
+  if layers != cfg.num_layers:
+    raise ValueError(
+      f"params have {layers} layers, the configuration {cfg.num_layers}"
+    )
   run = _loop if params_lib.layout_of(params) == "layers" else _scan
   x, state = run(layer, params["layers"], cfg, x, rope, state)
   return rms_norm(x, params["final_norm"], cfg.norm_eps), state
@@ -134,10 +139,6 @@ def mlp(
 
 def _loop(layer, layers, cfg, x, rope, state):
   """One array a layer: an unrolled loop over a tuple."""
-  if len(layers) != cfg.num_layers:
-    raise ValueError(
-      f"params have {len(layers)} layers, the configuration {cfg.num_layers}"
-    )
   if state is not None and len(state) != cfg.num_layers:
     raise ValueError(
       f"state has {len(state)} layers, the configuration {cfg.num_layers}"
