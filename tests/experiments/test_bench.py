@@ -1,0 +1,157 @@
+"""bench.py as a user runs it: the table, the JSON line, peers, mistakes."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from gyre.models import load
+from gyre.models import params as params_lib
+from gyre.models.config import ModelConfig
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+EXPERIMENTS = ROOT / "experiments"
+BENCH = EXPERIMENTS / "bench.py"
+PEERS = sorted(
+  p for p in (EXPERIMENTS / "peers").glob("*.py") if p.stem != "common"
+)
+ROW = {
+  "case",
+  "metric",
+  "key",
+  "dtype",
+  "ours",
+  "peer",
+  "theirs",
+  "ratio",
+  "settings",
+}
+
+
+def run(*arguments):
+  return subprocess.run(
+    [sys.executable, str(BENCH), *map(str, arguments)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def run_json(*arguments):
+  done = run(*arguments, "--json")
+  assert done.returncode == 0, done.stderr
+  (line,) = done.stdout.splitlines()
+  return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+  """A Hugging Face directory that every bench takes for SmolLM2."""
+  cfg = ModelConfig.from_hf(
+    {
+      "model_type": "llama",
+      "vocab_size": 512,
+      "hidden_size": 32,
+      "intermediate_size": 64,
+      "num_hidden_layers": 2,
+      "num_attention_heads": 4,
+      "num_key_value_heads": 2,
+      "head_dim": 8,
+      "max_position_embeddings": 256,
+      "rms_norm_eps": 1e-5,
+      "rope_theta": 10000.0,
+      "tie_word_embeddings": True,
+    }
+  )
+  params = params_lib.init_params(
+    params_lib.param_specs(cfg), jax.random.key(0)
+  )
+  directory = tmp_path_factory.mktemp("tiny")
+  load.save_hf_dir(directory, cfg, params)
+  return directory
+
+
+def test_help_names_the_benchmarks():
+  done = run("--help")
+  assert done.returncode == 0
+  for name in ("engine", "train", "grpo", "attention", "reshard", "--peer"):
+    assert name in done.stdout
+
+
+@pytest.mark.parametrize("script", PEERS, ids=lambda p: p.stem)
+def test_peer_scripts_start_in_any_interpreter(script):
+  # -S: without site-packages, as in an interpreter that has only the peer.
+  done = subprocess.run(
+    [sys.executable, "-S", str(script), "--help"],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def test_json_and_table(tiny_model):
+  out = run_json("train", "--quick", "--model", tiny_model, "--only", "[1")
+  assert out["bench"] == "train" and out["rounds"] == 1
+  assert out["cores"] >= 1 and out["cpu"]
+  assert out["versions"]["ours"]["jax"] == jax.__version__
+  assert {r["dtype"] for r in out["rows"]} == {"float32", "bfloat16"}
+  assert {r["key"] for r in out["rows"]} == {"tok_s", "peak_gib"}
+  for row in out["rows"]:
+    assert set(row) == ROW
+    assert row["ours"] > 0 and row["ratio"] is None
+
+
+def test_ratio_above_one_means_ours_is_better():
+  if importlib.util.find_spec("torch") is None:
+    pytest.skip("the peer of this benchmark is torch, which is not installed")
+  out = run_json("attention", "--quick", "--peer", f"torch={sys.executable}")
+  rows = [r for r in out["rows"] if r["dtype"] != "best each"]
+  for row in rows:
+    assert row["peer"] == "torch"
+    assert row["ratio"] == pytest.approx(row["theirs"] / row["ours"])
+  for best in (r for r in out["rows"] if r["dtype"] == "best each"):
+    mine = [r for r in rows if r["key"] == best["key"]]
+    assert best["ours"] == min(r["ours"] for r in mine)
+    assert best["theirs"] == min(r["theirs"] for r in mine)
+  assert "torch" in out["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+  "arguments,said",
+  [
+    (("attention", "--peer", "vllm=python"), "knows no peer 'vllm'"),
+    (
+      ("attention", "--quick", "--peer", "torch=/no/python"),
+      "no setting of torch ran",
+    ),
+    (("attention", "--only", "nonsense"), "no case of attention"),
+    (("train", "--quick", "--model", "/no/model"), "/no/model"),
+  ],
+)
+def test_mistakes_are_one_line(arguments, said):
+  done = run(*arguments)
+  assert done.returncode == 2
+  assert said in done.stderr.splitlines()[-1]
+  assert "Traceback" not in done.stderr
+
+
+def test_engine_measures_a_tiny_model(tiny_model):
+  out = run_json("engine", "--quick", "--model", tiny_model)
+  rows = {(r["key"], r["dtype"]): r["ours"] for r in out["rows"]}
+  assert rows["gen_tok_s", "float32"] > 0
+  # The engine records what rescoring finds: f32 to rounding, bf16 not.
+  assert rows["logprob_gap_max", "float32"] < 1e-4
+  exact = rows["logprob_gap_mean", "float32"]
+  assert exact < rows["logprob_gap_mean", "bfloat16"] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "reshard"])
+def test_the_other_benchmarks_run(tiny_model, name):
+  out = run_json(name, "--quick", "--model", tiny_model)
+  assert all(r["ours"] > 0 for r in out["rows"])
