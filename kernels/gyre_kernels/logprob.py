@@ -169,11 +169,11 @@ def _backward(temperature, with_entropy, saved, cotangents):
         ds -= p * spread * dentropy[:, None]
       ds = (ds / temperature).astype(x.dtype)
       dx = dx.at[i].add(dot("MV,VD->MD", ds, w.astype(x.dtype)))
-      return (dx, dw + dot("DM,MV->DV", x.T, ds)), None
+      return (dx, dw + dot("MV,MD->VD", ds, x)), None
 
-    dw = vary_as(jnp.zeros((hidden.shape[1], block), wide), dx)
+    dw = vary_as(jnp.zeros((block, hidden.shape[1]), wide), dx)
     (dx, dw), _ = lax.scan(add, (dx, dw), (index, *rows))
-    return dx, dw.T.astype(weight.dtype)
+    return dx, dw.astype(weight.dtype)
 
   dx = vary_as(jnp.zeros(rows[0].shape, wide), hidden, weight, dlogp)
   dx, dw = lax.scan(of_words, dx, (wb, first))
