@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gyre_kernels import attention, merge, reference
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 # The package exports a function of the module's name.
@@ -337,7 +338,9 @@ def test_remat_with_saved_names_does_not_attend_again():
 
 
 def test_shard_map_over_rows_and_heads():
-  mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+  mesh = jax.make_mesh(
+    (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+  )
   q, k, v = _qkv(13, 4, 20, 20, 4, 2, 8)
   end = jnp.asarray(np.stack([random_tree(s, 20)[1] for s in range(4)]))
   P = jax.sharding.PartitionSpec
@@ -363,7 +366,7 @@ def test_shard_map_over_rows_and_heads():
 
 
 def test_shard_map_sums_the_cotangents_of_replicated_keys():
-  mesh = jax.make_mesh((4,), ("data",))
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
   q, k, v = _qkv(14, 4, 20, 20, 2, 1, 8)
   k, v = k[:1], v[:1]
   P = jax.sharding.PartitionSpec
