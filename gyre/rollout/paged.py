@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _MASKED = -1e30
+_WIDE_HEADS = 4
 
 Pages = tuple[Array, Array]
 
@@ -61,28 +62,41 @@ def write(
 
 def _scores(q, k):
   """[B,T,K,G,H] and [B,S,K,H] -> float32 [B,K,G,T,S]."""
-  if q.shape[1] > 1:
+  B, T, K, G, H = q.shape
+  q = q.astype(k.dtype)
+  if T > 1 or K > _WIDE_HEADS:
     return jnp.einsum(
-      "BTKGH,BSKH->BKGTS",
-      q.astype(k.dtype),
-      k,
-      preferred_element_type=jnp.float32,
+      "BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32
     )
-  # One query: a fused multiply and sum reads each key once.
-  k = k.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
-  q = q[:, 0, :, :, None].astype(jnp.float32)
-  return jnp.sum(q * k, -1)[:, :, :, None]
+  # One query of a few heads: a product with zeros outside the head's own
+  # columns takes the pages as they lie, where one a head would transpose them.
+  apart = jnp.eye(K, dtype=q.dtype)[:, None, :, None]
+  q = (q[:, 0, :, :, None] * apart).reshape(B, K * G, K * H)
+  s = jnp.einsum(
+    "BNX,BSX->BNS",
+    q,
+    k.reshape(B, -1, K * H),
+    preferred_element_type=jnp.float32,
+  )
+  return s.reshape(B, K, G, 1, -1)
 
 
 def _mix(p, v):
   """float32 [B,K,G,T,S] and [B,S,K,H] -> float32 [B,K,G,T,H]."""
-  if p.shape[3] > 1:
-    p = p.astype(v.dtype)
-  else:
-    v = v.astype(jnp.float32)
-  return jnp.einsum(
-    "BKGTS,BSKH->BKGTH", p, v, preferred_element_type=jnp.float32
+  B, K, G, T, S = p.shape
+  p = p.astype(v.dtype)
+  if T > 1 or K > _WIDE_HEADS:
+    return jnp.einsum(
+      "BKGTS,BSKH->BKGTH", p, v, preferred_element_type=jnp.float32
+    )
+  out = jnp.einsum(
+    "BNS,BSX->BNX",
+    p.reshape(B, K * G, S),
+    v.reshape(B, S, -1),
+    preferred_element_type=jnp.float32,
   )
+  out = out.reshape(B, K, G, K, -1)
+  return jnp.einsum("BKGKH->BKGH", out)[:, :, :, None]
 
 
 def attention(
