@@ -326,6 +326,8 @@ class Container:
       self._ended = True
       await self._call([self._client, "kill", self._container], check=False)
       if self._process is not None:
+        with contextlib.suppress(ProcessLookupError):
+          self._process.kill()
         await self._watch
       raw = await self._copy_out(self.workdir, "raw.tar")
       self.kept_without = await asyncio.to_thread(

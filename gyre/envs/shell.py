@@ -192,6 +192,7 @@ class Shell:
         while os.read(fd, 65536):
           pass
     os.set_blocking(self.stdin_r, True)
+    self.drain()
     self._control = b""
     self._pending = b""
 
