@@ -151,11 +151,6 @@ def _logprobs(
   params, batch, cfg, layout, *, temperature, dtype, remat, with_entropy=False
 ):
   """logp [R, M] and, if wanted, entropy, at each loss entry."""
-  if batch.tokens.shape[0] % layout.row_ways:
-    raise ValueError(
-      f"a micro-step of {batch.tokens.shape[0]} rows does not divide over "
-      f"data * fsdp = {layout.row_ways}: pack with row_multiple"
-    )
   attend = attention.packed_attend(batch.subtree_end, batch.positions)
   hidden, _ = transformer.forward(
     params,
@@ -193,7 +188,15 @@ def _gradient(params, batch, extras, version, cfg, learner, layout, **kw):
   return GradSums(grads, counts.replace(sums=sums), version)
 
 
-def _edge(jitted, learner: config.Learner):
+def _check_rows(batch: Batch, layout: Layout) -> None:
+  if batch.tokens.shape[0] % layout.row_ways:
+    raise ValueError(
+      f"a micro-step of {batch.tokens.shape[0]} rows does not divide over "
+      f"data * fsdp = {layout.row_ways}: pack with row_multiple"
+    )
+
+
+def _edge(jitted, learner: config.Learner, layout: Layout):
   """call(x, batch, ..., extras=None) of a jitted f(x, batch, ..., extras).
 
   Refuses split samples before an objective over whole ones runs. `lower`
@@ -202,6 +205,7 @@ def _edge(jitted, learner: config.Learner):
   whole = objective.needs_whole_samples(learner)
 
   def call(x, batch, *rest, extras: Extras | None = None):
+    _check_rows(batch, layout)
     if whole and (extras is None or extras.sequence is None):
       losses.check_whole(batch.sample, batch.weight, batch.sample_weight)
     return jitted(x, batch, *rest, extras or Extras())
@@ -261,7 +265,7 @@ def make_micro_step(
     layout.sums(),
     donate_argnums=2,
   )
-  return _edge(jitted, learner)
+  return _edge(jitted, learner, layout)
 
 
 def _layout(model_cfg, mesh, specs, rules) -> Layout:
@@ -368,7 +372,7 @@ def make_train_step(
     (where, layout.whole()),
     donate_argnums=0,
   )
-  return _edge(jitted, learner)
+  return _edge(jitted, learner, layout)
 
 
 def make_update(
@@ -447,7 +451,14 @@ def make_score(
       remat=False,
     )[0]
 
-  return layout.jit(score, (layout.params(), layout.rows()), layout.rows())
+  jitted = layout.jit(score, (layout.params(), layout.rows()), layout.rows())
+
+  def call(params, batch):
+    _check_rows(batch, layout)
+    return jitted(params, batch)
+
+  call.lower = jitted.lower
+  return call
 
 
 def abstract_batch(

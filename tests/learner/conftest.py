@@ -1,14 +1,25 @@
 """A toy decoder and toy groups of samples that share prompts."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from gyre.learner import packing, step
 from gyre.models import params as params_lib
 from gyre.models.config import ModelConfig
 from gyre.types import Sample
 
 VOCAB = 31
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """Toy programs run once: compile them with few optimisations."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -95,5 +106,41 @@ def toy_advantages():
     rng = np.random.default_rng(seed)
     names = sorted({s.execution_id for s in samples})
     return dict(zip(names, rng.normal(size=len(names)), strict=True))
+
+  return make
+
+
+@pytest.fixture(scope="session")
+def window_config(toy_config):
+  """Untied, q/k norm, biases, one layer with a sliding window."""
+  return dataclasses.replace(
+    toy_config,
+    model_type="qwen3",
+    layer_windows=(None, 5),
+    tie_embeddings=False,
+    qk_norm=True,
+    qkv_bias=True,
+  )
+
+
+@pytest.fixture(scope="session")
+def near_policy():
+  """Returns f(samples, params, cfg): behaviour logprobs near the policy's.
+
+  Ratios lie on both sides of a clip range of 0.2.
+  """
+
+  def make(samples, params, cfg, scale=0.25, seed=5):
+    packed = packing.pack(samples, None, row_tokens=64, micro_rows=8)
+    (batch,) = packed.batches
+    logp = np.asarray(step.make_score(cfg)(params, batch))
+    scored = packing.unpack(dataclasses.replace(batch, logp_behaviour=logp))
+    rng = np.random.default_rng(seed)
+    out = []
+    for i, s in enumerate(samples):
+      noise = scale * rng.normal(size=len(s.ids))
+      lp = np.where(s.mask, scored[i]["logprobs"] + noise, 0)
+      out.append(dataclasses.replace(s, logprobs=np.minimum(lp, 0)))
+    return out
 
   return make
