@@ -25,6 +25,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import threading
 
 from gyre.envs import (
   bubblewrap,
@@ -65,6 +66,7 @@ class ProcessSandbox(local.LocalSandbox):
     self._env: dict[str, str] = {}
     self._seen: set[tuple[int, int]] = set()
     self._session = -1
+    self._killing = threading.Lock()
     self._moved = re.compile(r"(?!)")
 
   async def start(self) -> None:
@@ -158,6 +160,9 @@ class ProcessSandbox(local.LocalSandbox):
       raise sandbox.SandboxError(f"process: {error.decode().strip()[:200]}")
 
   async def _spawn_shell(self, cwd: str) -> limits.Process:
+    # The watchdog may still be ending the last shell's processes.
+    await asyncio.to_thread(self._killing.acquire)
+    self._killing.release()
     own = self._uid is not None
     script = (
       f"umask 022\n{limits.ulimits(self._caps, processes=own)}\n"
@@ -216,6 +221,10 @@ class ProcessSandbox(local.LocalSandbox):
     return out
 
   def _kill_all(self) -> None:
+    with self._killing:
+      self._kill_rounds()
+
+  def _kill_rounds(self) -> None:
     for _ in range(_ROUNDS):
       found = self._processes()
       if self._uid is None:
