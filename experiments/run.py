@@ -46,26 +46,35 @@ def _fail(message: object) -> None:
 
 def _parse(argv: list[str]) -> list[str]:
   try:
-    return app.parse_flags_with_usage(argv)
+    rest = flags.FLAGS(argv)
   except (OSError, SyntaxError, ImportError, ConfigError) as error:
     _fail(f"--config: {error}")
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-    _fail(e)
+  except KeyError as error:
+    _fail(error.args[0])
+  except (flags.Error, AttributeError, TypeError, ValueError) as error:
+    _fail(error)
+  return rest
+
+
+def _config_file() -> pathlib.Path:
+  name = config_flags.get_config_filename(flags.FLAGS["config"])
+  return pathlib.Path(name.partition(":")[0])
 
 
 def _workdir() -> pathlib.Path:
   if _WORKDIR.value:
     return pathlib.Path(_WORKDIR.value)
-  file = config_flags.get_config_filename(flags.FLAGS["config"])
-  return pathlib.Path("runs") / pathlib.Path(file).stem
+  return pathlib.Path("runs") / _config_file().stem
 
 
 def main(argv: list[str]) -> None:
   """Runs the mode asked for."""
   if len(argv) > 1:
     _fail(f"unknown argument {argv[1]!r}; see --help")
-  if _CONFIG.value is None:
+  if not flags.FLAGS["config"].present:
     _fail("--config is needed: experiments/configs/quickstart.py, for one")
+  if not _config_file().is_file():
+    _fail(f"there is no configuration file {_config_file()}")
   try:
     config = from_config_dict(_CONFIG.value)
   except ConfigError as error:

@@ -96,14 +96,13 @@ class Progress:
     return self
 
   def __exit__(self, *exc: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Ends the display and closes the log."""
     if self._live is not None:
       self._phase = ("", 0, 0)
       self._live.stop()
       self._live = None
+
+  def close(self) -> None:
+    """Closes the log."""
     if self._file is not None:
       self._file.close()
       self._file = None

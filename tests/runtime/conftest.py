@@ -9,7 +9,8 @@ import running
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
   """One device, and programs that stay compiled over the test's processes."""
-  cache = tmp_path_factory.mktemp("compiled")
+  cache = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+  cache = cache or tmp_path_factory.mktemp("compiled")
   env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   return env | {
     "JAX_PLATFORMS": "cpu",

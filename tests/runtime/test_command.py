@@ -6,13 +6,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from running import RUN, command, rows, run
+from running import command, rows, run
 
-from gyre.runtime import workdir
+from gyre.config import ConfigError, config_dict, from_config_dict
+from gyre.runtime import launch, main, tasks, workdir
 from gyre.store import manifest
 
 
@@ -31,19 +31,24 @@ def test_one_line_for_each_mistake(tmp_path, environment):
   assert "rollout.top_k" in line
   line = refuse(tmp_path / "a", environment, "--config.rollout.nonsense=5")
   assert "nonsense" in line
-  line = refuse(tmp_path / "a", environment, "--config.mesh.fsdp=4")
-  assert "needs 4 devices, there are 1: 3 missing" in line
-  done = subprocess.run(
-    [sys.executable, str(RUN), "--config", str(tmp_path / "none.py")],
-    env=environment,
-    capture_output=True,
-    text=True,
+  line = refuse(tmp_path / "a", environment, "--config", "none.py")
+  assert "none.py" in line
+
+
+def test_what_cannot_be_launched(tmp_path):
+  wanted = config_dict(
+    mesh={"data": 2, "fsdp": 8}, model={"hf_config": {"a": 1}}
   )
-  assert done.returncode == 2
-  assert len(done.stderr.strip().splitlines()) == 1
-  assert "none.py" in done.stderr
-  line = refuse(tmp_path / "none", environment, "--mode=eval")
-  assert "none" in line
+  with pytest.raises(ConfigError, match="needs 16 devices, there are 8: 8"):
+    launch.make_mesh(from_config_dict(wanted))
+  with pytest.raises(ConfigError, match="tiny holds no run"):
+    main.evaluate_only(from_config_dict(wanted), tmp_path / "tiny", "latest")
+  harbor = config_dict(
+    model={"hf_config": {"a": 1}},
+    tasks={"taskset": "harbor", "path": str(tmp_path)},
+  )
+  with pytest.raises(ConfigError, match="holds no task directories"):
+    tasks.TaskSource(from_config_dict(harbor))
 
 
 def test_another_configuration_on_the_same_directory(
