@@ -199,8 +199,8 @@ def _check_rows(batch: Batch, layout: Layout) -> None:
 def _edge(jitted, learner: config.Learner, layout: Layout):
   """call(x, batch, ..., extras=None) of a jitted f(x, batch, ..., extras).
 
-  Refuses split samples before an objective over whole ones runs. `lower`
-  compiles ahead of time and takes every argument.
+  Refuses split samples before an objective over whole ones runs. `lower` and
+  `trace` are the jitted function's own and take every argument.
   """
   whole = objective.needs_whole_samples(learner)
 
@@ -210,7 +210,7 @@ def _edge(jitted, learner: config.Learner, layout: Layout):
       losses.check_whole(batch.sample, batch.weight, batch.sample_weight)
     return jitted(x, batch, *rest, extras or Extras())
 
-  call.lower = jitted.lower
+  call.lower, call.trace = jitted.lower, jitted.trace
   return call
 
 
@@ -457,7 +457,7 @@ def make_score(
     _check_rows(batch, layout)
     return jitted(params, batch)
 
-  call.lower = jitted.lower
+  call.lower, call.trace = jitted.lower, jitted.trace
   return call
 
 
