@@ -17,6 +17,7 @@ def _arguments(settings: dict[str, Any]) -> argparse.Namespace:
   """The rollout arguments, with the peers' own defaults."""
   parser = argparse.ArgumentParser()
   common.add_rollout_arguments(parser)
+  common.add_rescore_argument(parser)
   return argparse.Namespace(**(vars(parser.parse_args([])) | settings))
 
 

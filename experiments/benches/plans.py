@@ -103,7 +103,7 @@ def engine(options: Options) -> tuple[Case, ...]:
     "vllm": Peer("rollout_vllm.py", _per_dtype(**sizes)),
     "hf": Peer(
       "rollout_hf.py",
-      _per_dtype(**sizes) + _per_dtype("static cache", cache="static", **sizes),
+      _per_dtype(**{k: v for k, v in sizes.items() if k != "rescore"}),
     ),
   }
   return (Case("SmolLM2", _per_dtype(**sizes), metrics, peers),)
@@ -177,12 +177,14 @@ def grpo(options: Options) -> tuple[Case, ...]:
     Metric("peak_gib", "peak memory, GiB", higher=False),
   )
   n = size["prompts"] * size["group"]
-  trl = size | steps | {"model": options.model, "no_ckpt": True}
+  trl = size | {"model": options.model, "no_ckpt": True}
   trl_variants = tuple(
     Variant(
       d,
       f"micro-batch {micro}",
-      trl | {"bf16": d == "bfloat16", "micro": micro, "warmup": 1},
+      trl
+      | {"bf16": d == "bfloat16", "micro": micro}
+      | {"steps": min(2, steps["steps"]), "warmup": 1},
     )
     for d in DTYPES
     for micro in (n // 4, n)

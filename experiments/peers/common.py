@@ -79,15 +79,16 @@ def add_rollout_arguments(parser):
   parser.add_argument(
     "--tail", type=int, default=16, help="own tokens after the shared prefix"
   )
-  parser.add_argument(
-    "--rescore",
-    type=int,
-    default=16,
-    help="requests whose logprobs are compared with f32 rescoring; 0: none",
-  )
   parser.add_argument("--repeat", type=int, default=3)
   parser.add_argument(
     "--only", default="", help="comma-separated subset of the cases"
+  )
+
+
+def add_rescore_argument(parser):
+  """For scripts that compare recorded logprobs with f32 rescoring."""
+  parser.add_argument(
+    "--rescore", type=int, default=16, help="requests to rescore; 0: none"
   )
 
 

@@ -19,6 +19,7 @@ import os
 import sys
 
 from common import (
+  add_rescore_argument,
   add_rollout_arguments,
   emit,
   logprob_gap,
@@ -52,6 +53,7 @@ def parse():
     help="return the sampled tokens' logprobs while timing, as a rollout does",
   )
   add_rollout_arguments(ap)
+  add_rescore_argument(ap)
   return ap.parse_args()
 
 
