@@ -110,6 +110,7 @@ class JaxEngine:
     deterministic: bool = False,
     device: Any = None,
     name: str = "jax",
+    programs: programs_lib.Programs | None = None,
   ):
     """Starts the worker, which copies the weights and compiles.
 
@@ -123,6 +124,11 @@ class JaxEngine:
       deterministic: bit-equal whatever else runs (see the module).
       device: a jax.Device; None means the first.
       name: of the engine.
+      programs: compiled steps of another engine of the same settings and
+        device, to share.
+
+    Raises:
+      ValueError: programs of another model, dtype or shapes.
     """
     self.name = name
     self.model_cfg = model_cfg
@@ -133,9 +139,12 @@ class JaxEngine:
     self._shapes = _shapes(r, self.max_context, deterministic)
     self._deterministic = deterministic
     self._device = device or jax.devices()[0]
-    self._programs = programs_lib.Programs(
+    self._programs = programs or programs_lib.Programs(
       model_cfg, self._shapes, r.dtype, self._device
     )
+    mine = (model_cfg, self._shapes, str(r.dtype), self._device)
+    if self._programs.settings != mine:
+      raise ValueError(f"programs of {self._programs.settings}, not {mine}")
     self._sched = schedule.Scheduler(
       pages.PagePool(self._shapes.pages, r.page_size), r.max_slots
     )

@@ -189,6 +189,11 @@ class Programs:
     self._copy: Any = None
     self._place = jax.jit(self._converted)
 
+  @property
+  def settings(self) -> tuple[ModelConfig, Shapes, str, Any]:
+    """What the programs were compiled for."""
+    return self.cfg, self.shapes, str(self.dtype), self.device
+
   def _converted(self, params):
     params = params_lib.convert_layout(
       params, self.cfg, layout="layers", order="oi"

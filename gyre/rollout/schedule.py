@@ -114,8 +114,10 @@ class Scheduler:
       self._find_keys(live)
       size = self.pool.page_size
       usable = live.keys[: (len(live.ids) - 1) // size]
+      tail = self._tail_key(live)
       matched = self.pool.match(usable)
-      if len(matched) < len(usable) and usable[len(matched)] in self._flying:
+      missing = [*usable, tail][len(matched)]
+      if missing in self._flying:
         self.pool.release(matched)
         held_back.append(live)
         continue
@@ -132,8 +134,9 @@ class Scheduler:
       live.computed = len(matched) * size
       copies += self._copy_partial(live, usable, len(matched), fresh)
       self.hit_tokens += live.computed
-      for key in usable[len(matched) :]:
-        self._flying.setdefault(key, live)
+      if live.pending:
+        for key in filter(None, [*usable, tail][len(matched) :]):
+          self._flying.setdefault(key, live)
       self.running.append(live)
     self.waiting.extendleft(reversed(held_back))
     return copies
@@ -144,6 +147,15 @@ class Scheduler:
     if live.root != root or len(live.keys) < len(live.ids) // size:
       ids = np.asarray(live.ids, np.int32)
       live.root, live.keys = root, pages.page_keys(ids, size, root)
+
+  def _tail_key(self, live: Live) -> bytes:
+    """Names the context after the last full page before the last token."""
+    full = (len(live.ids) - 1) // self.pool.page_size
+    tail = np.asarray(live.ids[full * self.pool.page_size : -1], np.int32)
+    root = live.keys[full - 1] if full else live.root
+    if not len(tail):
+      return b""
+    return pages.page_keys(tail, len(tail), root + b"tail")[0]
 
   def _copy_partial(self, live, usable, matched, fresh):
     """Copies a page that begins as this request's next one does."""
@@ -199,7 +211,9 @@ class Scheduler:
     for i in range(first, full):
       self.pool.publish(live.pages[i], live.keys[i])
       self._flying.pop(live.keys[i], None)
-    if not live.pending and live.computed % size and len(live.ids) > 1:
+    if not live.pending:
+      self._land(live)
+    if not live.pending and live.computed % size:
       key = live.keys[full - 1] if full else live.root
       ids = live.ids[full * size : live.computed]
       self.pool.publish_partial(live.pages[full], key, ids)
@@ -232,5 +246,8 @@ class Scheduler:
     self.pool.release(live.pages)
     live.pages = []
     live.computed = 0
+    self._land(live)
+
+  def _land(self, live: Live) -> None:
     for key in [k for k, owner in self._flying.items() if owner is live]:
       del self._flying[key]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -42,19 +43,61 @@ def _params(seed=0):
   )
 
 
+class Held(JaxEngine):
+  """Stops between dispatches when the request "held" has 20 tokens."""
+
+  armed = False
+
+  def _step(self):
+    super()._step()
+    live = self._by_name.get("held")
+    if self.armed and live is not None and len(live.logprobs) >= 20:
+      self.armed = False
+      self.reached.set()
+      self.go.wait(60)
+
+  def arm(self):
+    self.reached, self.go = threading.Event(), threading.Event()
+    self.armed = True
+
+
+async def _interrupt(e, request, command, on_token=None):
+  """Runs command() when the request has sampled 20 tokens or a few more.
+
+  Returns:
+    The task that generates, and what the command returned.
+  """
+  e.arm()
+  request = dataclasses.replace(request, request_id="held")
+  task = asyncio.ensure_future(e.generate(request, on_token))
+  assert await asyncio.to_thread(e.reached.wait, 60)
+  done = asyncio.ensure_future(command())
+  await asyncio.sleep(0)  # the command is posted
+  e.go.set()
+  return task, await done
+
+
+_PROGRAMS = {}
+
+
 def _engine(deterministic=False, params=None, **rollout):
   settings = {
     "max_slots": 16,
     "prefill_chunk": 64,
-    "num_pages": 128,
+    "num_pages": 1024,
     "page_size": 8,
   }
-  return JaxEngine(
+  settings |= rollout
+  key = (deterministic, *sorted(settings.items()))
+  e = Held(
     _params() if params is None else params,
     CFG,
-    rollout=config.Rollout(**settings | rollout),
+    rollout=config.Rollout(**settings),
     deterministic=deterministic,
+    programs=_PROGRAMS.get(key),
   )
+  _PROGRAMS[key] = e._programs
+  return e
 
 
 def _requests(n, seed=0, **options):
@@ -126,9 +169,7 @@ def test_alone_equals_among_others_and_teacher_forced_rescoring(deterministic):
     e2 = [await e.generate(r) for r in requests[:6]]  # prefix cache is warm
     return together, e2, e.stats()
 
-  together, again, stats = _with_engine(
-    test, deterministic=deterministic, num_pages=1024
-  )
+  together, again, stats = _with_engine(test, deterministic=deterministic)
   alone = _with_engine(
     lambda e: _sequence(e, requests[:6]), deterministic=deterministic
   )
@@ -151,24 +192,16 @@ async def _sequence(e, requests):
 
 @pytest.mark.parametrize("deterministic", MODES)
 def test_abort_and_resume_equals_uninterrupted(deterministic):
-  request = dataclasses.replace(
-    _requests(1)[0], max_new_tokens=100, request_id="a"
-  )
+  request = dataclasses.replace(_requests(1)[0], max_new_tokens=100)
 
   async def test(e):
     whole = await e.generate(request)
     others = asyncio.ensure_future(_all(e, _requests(8, seed=5)))
     seen = []
-    enough = asyncio.Event()
-
-    def on_token(i, logp, version):
-      seen.append((i, logp, version))
-      if len(seen) >= 20:
-        enough.set()
-
-    running = asyncio.ensure_future(e.generate(request, on_token))
-    await enough.wait()
-    assert await e.abort("a")
+    running, known = await _interrupt(
+      e, request, lambda: e.abort("held"), lambda *token: seen.append(token)
+    )
+    assert known
     partial = await running
     await others
     assert partial.finish_reason == "abort"
@@ -176,7 +209,7 @@ def test_abort_and_resume_equals_uninterrupted(deterministic):
     assert seen == list(
       zip(partial.ids, partial.logprobs, partial.versions, strict=True)
     )
-    assert not await e.abort("a")
+    assert not await e.abort("held")
     rest = await e.generate(
       dataclasses.replace(
         request,
@@ -256,12 +289,7 @@ def test_new_weights_are_used_at_once_and_recorded_by_token(deterministic):
   request = dataclasses.replace(_requests(1)[0], max_new_tokens=100)
 
   async def test(e):
-    enough = asyncio.Event()
-    running = asyncio.ensure_future(
-      e.generate(request, lambda *_: enough.set())
-    )
-    await enough.wait()
-    await e.pause()
+    running, _ = await _interrupt(e, request, e.pause)
     await e.load_weights(_params(1), 4)
     assert e.stats().running == 0 and e.stats().waiting == 1
     await e.resume()
@@ -351,16 +379,9 @@ def test_stop_ids_end_a_completion_and_are_kept():
 def test_pause_keeps_or_aborts_and_sleep_frees_and_wakes():
   request = dataclasses.replace(_requests(1)[0], max_new_tokens=100)
 
-  async def start(e):
-    begun = asyncio.Event()
-    task = asyncio.ensure_future(e.generate(request, lambda *_: begun.set()))
-    await begun.wait()
-    return task
-
   async def test(e):
     whole = await e.generate(request)
-    kept = await start(e)
-    await e.pause()
+    kept, _ = await _interrupt(e, request, e.pause)
     before = e.stats()
     await asyncio.sleep(0.1)
     assert e.stats().generated_tokens == before.generated_tokens
@@ -368,14 +389,12 @@ def test_pause_keeps_or_aborts_and_sleep_frees_and_wakes():
     await e.resume()
     _same(whole, await kept, 1e-5)
 
-    gone = await start(e)
-    await e.pause(keep=False)
+    gone, _ = await _interrupt(e, request, lambda: e.pause(keep=False))
     assert (await gone).finish_reason == "abort"
     await e.resume()
 
-    slept = await start(e)
     arrays = len(jax.live_arrays())
-    await e.sleep()
+    slept, _ = await _interrupt(e, request, e.sleep)
     assert e.stats().asleep
     # Weights (at least 20 arrays) and pages (2 a layer) have left the device.
     assert len(jax.live_arrays()) <= arrays - 20 - 2 * CFG.num_layers
@@ -391,8 +410,8 @@ def test_pause_keeps_or_aborts_and_sleep_frees_and_wakes():
 
 def test_requests_that_can_never_fit_are_rejected_at_once():
   async def test(e):
-    with pytest.raises(engine.Rejected, match="exceed the context of 64"):
-      await e.generate(engine.Request(ids=[1] * 60, max_new_tokens=5))
+    with pytest.raises(engine.Rejected, match="exceed the context of 256"):
+      await e.generate(engine.Request(ids=[1] * 250, max_new_tokens=7))
     with pytest.raises(engine.Rejected, match="vocabulary"):
       await e.generate(engine.Request(ids=[V], max_new_tokens=5))
     twin = engine.Request(ids=[1], max_new_tokens=50, request_id="x")
@@ -402,18 +421,21 @@ def test_requests_that_can_never_fit_are_rejected_at_once():
       await e.generate(twin)
     await first
 
-  _with_engine(test, num_pages=8)
+  _with_engine(test)
 
 
 def test_a_cancelled_caller_frees_its_slot():
   async def test(e):
-    begun = asyncio.Event()
     request = engine.Request(ids=[1, 2], max_new_tokens=250)
-    task = asyncio.ensure_future(e.generate(request, lambda *_: begun.set()))
-    await begun.wait()
+    e.arm()
+    task = asyncio.ensure_future(
+      e.generate(dataclasses.replace(request, request_id="held"))
+    )
+    assert await asyncio.to_thread(e.reached.wait, 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
       await task
+    e.go.set()
     await e.generate(engine.Request(ids=[1, 2], max_new_tokens=1))
     assert e.stats().running == 0
     assert e.stats().free_pages == e.stats().total_pages
