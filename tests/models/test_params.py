@@ -30,6 +30,8 @@ CFG = ModelConfig(
 )
 VARIANTS = [(lay, o) for lay in ("stacked", "layers") for o in ("oi", "io")]
 T = 16
+# Compilation is most of these tests' time.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 def _mesh(data, fsdp, tensor):
@@ -48,7 +50,10 @@ def _tokens(batch):
 
 
 @functools.partial(
-  jax.jit, static_argnums=3, static_argnames=("remat", "constrain")
+  jax.jit,
+  static_argnums=3,
+  static_argnames=("remat", "constrain"),
+  compiler_options=FAST_COMPILE,
 )
 def _logits(p, tokens, positions, cfg=CFG, **options):
   attend = packed_attend(None, positions)
@@ -154,7 +159,10 @@ def test_sharded_forward_equals_unsharded(shape, layout, order):
     assert held < 0.45 * sum(x.nbytes for x in jax.tree.leaves(p))
   abstract = params.abstract_params(specs, shardings)
   constrain = params.activation_constraint(mesh)
-  run = jax.jit(lambda p: _logits(p, tokens, positions, constrain=constrain))
+  run = jax.jit(
+    lambda p: _logits.__wrapped__(p, tokens, positions, constrain=constrain),
+    compiler_options=FAST_COMPILE,
+  )
   run.lower(abstract)  # abstract arrays carry the shardings
   want = _logits(p, tokens, positions)
   assert np.abs(want).max() > 0.3
@@ -168,10 +176,11 @@ def test_remat_keeps_gradients(remat):
   tokens, positions = _tokens(2)
   p = _init()
 
-  @functools.partial(jax.jit, static_argnums=1)
+  @functools.partial(jax.jit, static_argnums=1, compiler_options=FAST_COMPILE)
   def gradient(p, remat):
     def loss(p):
-      return jnp.mean(_logits(p, tokens, positions, remat=remat) ** 2)
+      out = _logits.__wrapped__(p, tokens, positions, remat=remat)
+      return jnp.mean(out**2)
 
     return jax.grad(loss)(p)
 

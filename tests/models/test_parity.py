@@ -57,6 +57,15 @@ SCALINGS = {
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+  """Tiny products are slower over several threads."""
+  threads = torch.get_num_threads()
+  torch.set_num_threads(1)
+  yield
+  torch.set_num_threads(threads)
+
+
 def _model(kind, ratio=2, rope="default", **options):
   """A random transformers model whose every parameter matters."""
   kv_heads = 2 if ratio < 7 else 1
