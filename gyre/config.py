@@ -213,10 +213,14 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-  """Supervised steps on reference solutions of warm-start seeds (0: none)."""
+  """Supervised steps on reference solutions of warm-start seeds (0: none).
+
+  kinds: procedural kinds and their relative weights; empty takes tasks.kinds.
+  """
 
   steps: int = 0
   tasks: int = 256
+  kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)
   rows: int = 4
   lr: float = 1e-3
   warmup_steps: int = 10

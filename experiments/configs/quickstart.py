@@ -2,9 +2,11 @@
 
   python experiments/run.py --config experiments/configs/quickstart.py
 
-A short supervised phase on reference solutions of other seeds, then GRPO in
-the real shell, on eight kinds of task in equal shares. Deterministic: the
-same seed gives the same metrics, and a killed run goes on where it was.
+A short supervised phase on reference solutions of other seeds teaches it to
+copy names into commands and three kinds of task well; of three other kinds it
+sees a handful. GRPO in the real shell, on all six kinds, teaches it the rest:
+the reward is 1 when every assertion holds. Deterministic: the same seed gives
+the same metrics, and a killed run goes on where it was.
 """
 
 from gyre import config
@@ -15,50 +17,63 @@ MODEL = {
   "intermediate_size": 384,
   "num_hidden_layers": 4,
   "num_attention_heads": 4,
-  "num_key_value_heads": 2,
+  "num_key_value_heads": 4,
   "head_dim": 32,
   "max_position_embeddings": 512,
   "rope_theta": 10000.0,
   "tie_word_embeddings": True,
 }
 
-KINDS = (
-  "directory",
-  "write",
-  "append",
-  "copy",
-  "move",
-  "remove",
-  "permissions",
-  "link",
-)
+# Shares of the tasks trained on and held out; what the supervised phase shows.
+KINDS = {
+  "append": 0.25,
+  "move": 0.25,
+  "remove": 0.2,
+  "copy": 0.1,
+  "permissions": 0.1,
+  "write": 0.1,
+}
+WARM_KINDS = {
+  "append": 0.015,
+  "move": 0.015,
+  "remove": 0.015,
+  "copy": 1.0,
+  "permissions": 1.0,
+  "write": 1.0,
+}
 
 
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 40, "deterministic": True},
+    run={"steps": 36, "deterministic": True},
     model={"hf_config": MODEL},
     tokenizer={"source": "train", "vocab_size": 1024},
-    tasks={"kinds": dict.fromkeys(KINDS, 1.0), "max_turns": 1},
-    sandbox={"backends": ("bubblewrap", "process"), "concurrency": 8},
+    tasks={"kinds": KINDS, "max_turns": 1},
+    sandbox={"backends": ("bubblewrap", "process"), "concurrency": 16},
     agent={
       "tool_format": "line",
       "max_turns": 2,
-      "max_new_tokens": 48,
+      "max_new_tokens": 32,
       "max_context": 192,
-      "max_output_chars": 200,
+      "max_output_chars": 100,
     },
     rollout={
       "group_size": 8,
-      "groups_per_step": 8,
-      "max_slots": 16,
+      "groups_per_step": 16,
+      "max_slots": 32,
       "page_size": 16,
       "num_pages": 512,
       "prefill_chunk": 64,
     },
-    learner={"micro_rows": 4, "row_tokens": 512},
+    learner={"score": "binary", "micro_rows": 4, "row_tokens": 512},
     optim={"lr": 3e-4, "warmup_steps": 2},
-    eval={"every": 20, "n": 64},
-    warm_start={"steps": 100, "tasks": 256, "rows": 4, "lr": 2e-3},
+    eval={"every": 18, "n": 128},
+    warm_start={
+      "steps": 320,
+      "tasks": 600,
+      "kinds": WARM_KINDS,
+      "rows": 2,
+      "lr": 2e-3,
+    },
   )

@@ -502,8 +502,12 @@ class Bubblewrap(local.LocalSandbox):
     process = self._process
     if process is not None:
       if self._init is None and process.returncode is None:
+        # Cut off before process 1 was known; bwrap's children may not yet
+        # die with it, and one that lives would keep its pipes open.
         with contextlib.suppress(ProcessLookupError):
-          process.kill()
+          process.send_signal(signal.SIGSTOP)
+        for child in limits.tree(process.pid).values():
+          limits.send_signal(child, signal.SIGKILL)
       await process.wait()
       process._transport.close()
     if self._report_r >= 0:

@@ -36,6 +36,7 @@ class TaskSource:
         a phase that needs tasks which there are none of.
     """
     self._tasks = config.tasks
+    self._warm_kinds = config.warm_start.kinds or config.tasks.kinds
     self._dirs: dict[Split, list[pathlib.Path]] = {}
     if config.tasks.taskset == "shell":
       self.num_train, self.num_eval = config.tasks.num_train, config.eval.n
@@ -57,6 +58,7 @@ class TaskSource:
   def _try_one(self) -> None:
     try:
       self.get("train", 0)
+      self.get("warm", 0)
     except ValueError as error:
       raise ConfigError(f"tasks: {error}") from None
 
@@ -75,7 +77,7 @@ class TaskSource:
     t = self._tasks
     return shell.sample_task(
       t.seed * _SEED_STRIDE + index,
-      t.kinds,
+      self._warm_kinds if split == "warm" else t.kinds,
       min_turns=t.min_turns,
       max_turns=t.max_turns,
       split=split,

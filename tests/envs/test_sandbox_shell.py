@@ -358,3 +358,16 @@ def test_output_mark_is_cut_wherever_it_lies(before):
     assert buffer.total == before
     if before <= 12:
       assert buffer.text() == "x" * before
+
+
+def test_an_opening_that_is_cancelled_ends(local_options):
+  async def main():
+    for milliseconds in range(0, 60, 4):
+      opening = sandbox.open_sandbox(local_options, TASK)
+      try:
+        box = await asyncio.wait_for(opening, milliseconds / 1e3)
+      except TimeoutError:
+        continue
+      await box.close()
+
+  asyncio.run(asyncio.wait_for(main(), 60))
