@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gyre.config import Config, ConfigError
 from gyre.harness.render import Renderer, TemplateError, minimal_renderer
 from gyre.learner import state as state_lib
-from gyre.models import load, params
+from gyre.models import gguf, load, params
 from gyre.models.config import ModelConfig
 from gyre.runtime.tasks import TaskSource
 
@@ -157,7 +157,7 @@ def launch(config: Config, tasks: TaskSource) -> Launched:
   layout = m.layout
   if m.source == "gguf":
     try:
-      cfg, loaded, tokenizer, template = load.load_gguf(m.path, layout=layout)
+      cfg, _, tokenizer, template = gguf.load_gguf(m.path, layout=layout)
     except (ValueError, ImportError) as error:
       raise ConfigError(f"model: {error}") from None
     renderer = Renderer(
@@ -166,7 +166,11 @@ def launch(config: Config, tasks: TaskSource) -> Launched:
       stop_ids=cfg.eos_ids,
     )
     _check_vocabulary(cfg, renderer)
-    return Launched(cfg, renderer, mesh, lambda: loaded)
+
+    def from_gguf() -> Any:
+      return gguf.load_gguf(m.path, layout=layout, mesh=mesh)[1]
+
+    return Launched(cfg, renderer, mesh, from_gguf)
   renderer = _renderer(config, tasks)
   cfg = _model_config(config, renderer)
   _check_vocabulary(cfg, renderer)
