@@ -7,6 +7,9 @@ copy names into commands and three kinds of task well; of three other kinds it
 sees a handful. GRPO in the real shell, on all six kinds, teaches it the rest:
 the reward is 1 when every assertion holds. Deterministic: the same seed gives
 the same metrics, and a killed run goes on where it was.
+
+Seen with seed 0 on 2 cores: reward 0.41 over the first 5 steps, 0.73 over the
+last 5; held-out 0.49 before and 0.74 after; 291 s.
 """
 
 from gyre import config
@@ -34,9 +37,9 @@ KINDS = {
   "write": 0.1,
 }
 WARM_KINDS = {
-  "append": 0.015,
-  "move": 0.015,
-  "remove": 0.015,
+  "append": 0.02,
+  "move": 0.02,
+  "remove": 0.02,
   "copy": 1.0,
   "permissions": 1.0,
   "write": 1.0,
@@ -46,7 +49,7 @@ WARM_KINDS = {
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 36, "deterministic": True},
+    run={"steps": 40, "deterministic": True},
     model={"hf_config": MODEL},
     tokenizer={"source": "train", "vocab_size": 1024},
     tasks={"kinds": KINDS, "max_turns": 1},
@@ -59,16 +62,21 @@ def get_config():
       "max_output_chars": 100,
     },
     rollout={
-      "group_size": 8,
-      "groups_per_step": 16,
+      "group_size": 4,
+      "groups_per_step": 32,
       "max_slots": 32,
       "page_size": 16,
       "num_pages": 512,
       "prefill_chunk": 64,
     },
-    learner={"score": "binary", "micro_rows": 4, "row_tokens": 512},
+    learner={
+      "score": "binary",
+      "updates_per_batch": 2,
+      "micro_rows": 4,
+      "row_tokens": 512,
+    },
     optim={"lr": 3e-4, "warmup_steps": 2},
-    eval={"every": 18, "n": 128},
+    eval={"every": 20, "n": 128},
     warm_start={
       "steps": 320,
       "tasks": 600,

@@ -159,7 +159,8 @@ class Trainer:
       packed: its micro-steps; none leaves the state as it is.
 
     Returns:
-      Metrics of house.md, means over the updates.
+      Metrics of house.md, means over the updates; mismatch and staleness are
+      those of the first.
     """
     if not packed.batches:
       return dict(SKIPPED)
@@ -171,6 +172,9 @@ class Trainer:
       )
       rows.append(jax.device_get(metrics))
     out = {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
+    # Later updates move away from the sampler; that is no mismatch.
+    for name in ("mismatch/logprob_abs_diff", "mismatch/kl"):
+      out[name] = float(rows[0][name])
     out["staleness/mean"] = float(rows[0]["staleness/mean"])
     out["staleness/max"] = int(rows[0]["staleness/max"])
     return out
