@@ -176,13 +176,13 @@ def docker(text, **files):
 
 def test_a_dockerfile_that_only_places_files():
   task = docker(
-    "# c\nFROM docker.io/library/ubuntu:24.04\nWORKDIR /work\nENV A=1 B='x y'\n"
-    "COPY one.txt ./\nCOPY --chmod=755 two.sh bin/run.sh\nCOPY d /work/d2/\n"
+    "# c\nFROM docker.io/library/ubuntu:24.04\nWORKDIR /srv\nENV A=1 B='x y'\n"
+    "COPY one.txt ./\nCOPY --chmod=755 two.sh bin/run.sh\nCOPY d /srv/d2/\n"
     'RUN mkdir -p \\\n  out\nLABEL x=y\nCMD ["bash"]\n',
     **{"one.txt": "1", "two.sh": "2", "d/three": "3", "other": "4"},
   )
   layout = image.host_layout(task)
-  assert layout.workdir == "/work" and layout.env == {"A": "1", "B": "x y"}
+  assert layout.workdir == "/srv" and layout.env == {"A": "1", "B": "x y"}
   assert set(layout.files) == {"one.txt", "bin/run.sh", "d2/three", "out"}
   assert layout.files["bin/run.sh"].mode == 0o755
   assert layout.files["out"].directory
