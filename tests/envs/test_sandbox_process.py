@@ -6,10 +6,10 @@ import logging
 import os
 import pathlib
 import subprocess
-import time
 import uuid
 
 import pytest
+from playing import gone, host_processes
 
 from gyre import config
 from gyre.envs import process, sandbox
@@ -34,25 +34,6 @@ def play(*commands, options=OPTIONS, timeout_s=10.0, during=None):
       await box.close()
 
   return asyncio.run(main())
-
-
-def alive(mark):
-  """True while a process of this machine has `mark` in its command line."""
-  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    try:
-      if mark.encode() in path.read_bytes():
-        return True
-    except OSError:
-      continue
-  return False
-
-
-def gone(mark):
-  for _ in range(100):
-    if not alive(mark):
-      return True
-    time.sleep(0.02)
-  return False
 
 
 def test_it_is_chosen_only_by_name_and_warns(caplog):
@@ -126,7 +107,7 @@ def test_daemons_die_with_the_sandbox(daemon):
 
   async def check(box):
     await asyncio.sleep(0.1)
-    assert alive(mark)
+    assert host_processes(mark)
 
   play(daemon.format(mark), during=check)
   assert gone(mark)
