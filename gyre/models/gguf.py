@@ -77,15 +77,15 @@ def load_gguf(
 
 
 def _open(path: load.Path) -> Any:
+  file = load.resolve_path(path)
+  if not file.is_file():
+    raise ValueError(f"no GGUF file at {file}")
   try:
     from gguf import GGUFReader
   except ImportError as error:
     raise ValueError(
       "reading a GGUF file needs its library: pip install gguf"
     ) from error
-  file = load.resolve_path(path)
-  if not file.is_file():
-    raise ValueError(f"no GGUF file at {file}")
   try:
     return GGUFReader(file)
   except (ValueError, IndexError) as error:
