@@ -98,7 +98,9 @@ class Sandbox:
 class Agent:
   """The built-in loop. tool_format: how a completion carries its command:
   "line" (the text is the command), "fenced" (first ```-block) or "hermes"
-  (<tool_call> JSON). examples: worked examples put in the prompt.
+  (<tool_call> JSON). examples: worked examples put in the prompt, of easy
+  kinds in turn, or with examples_of "kind" of the kind that the task itself
+  is; never of a task that is trained or evaluated.
   Limits: turns, sampled tokens a turn, tokens of the whole conversation,
   characters of a tool's output (cut in the middle), seconds a command.
   """
@@ -106,6 +108,7 @@ class Agent:
   system_prompt: str = ""
   tool_format: Literal["line", "fenced", "hermes"] = "hermes"
   examples: int = 0
+  examples_of: Literal["easy", "kind"] = "easy"
   max_turns: int = 8
   max_new_tokens: int = 256
   max_context: int = 4096
@@ -140,11 +143,16 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """rl_math.md by name. micro_rows rows of row_tokens tokens a micro-step."""
+  """rl_math.md by name. micro_rows rows of row_tokens tokens a micro-step.
+
+  shuffle_advantages: a control: the advantages of a step are permuted over
+  its executions, so that nothing can be learned from them.
+  """
 
   advantage: Literal["grpo", "rloo"] = "grpo"
   normalize_std: bool = True
   std_ddof: int = 1
+  shuffle_advantages: bool = False
   score: Literal["fraction", "count20", "binary"] = "fraction"
   loss: Literal["ppo_clip", "gspo", "cispo", "gmpo", "reinforce"] = "ppo_clip"
   eps_low: float = 0.2
@@ -384,6 +392,11 @@ def check(config: Config) -> Config:
   _require(
     m.source != "init" or bool(m.hf_config),
     "model.source 'init' needs model.hf_config",
+  )
+  _require(
+    a.examples_of == "easy" or config.tasks.taskset == "shell",
+    f"agent.examples_of 'kind' needs tasks.taskset 'shell', which has kinds; "
+    f"it is {config.tasks.taskset!r}",
   )
   _require(bool(config.sandbox.backends), "sandbox.backends is empty")
   _require(

@@ -138,6 +138,28 @@ def rloo(
   return GroupAdvantages(out, included, included & flat[ids], nonfinite)
 
 
+def shuffled(result: GroupAdvantages, seed: int, step: int) -> GroupAdvantages:
+  """A control: the advantages of a step dealt out anew over its executions.
+
+  Which executions are trained, how many tokens they have and the advantages
+  as a set stay; what an execution did no longer decides which one it gets. A
+  policy trained so must not improve.
+
+  Args:
+    result: of `grpo` or `rloo`, over all executions of a step.
+    seed, step: decide the permutation.
+
+  Returns:
+    GroupAdvantages with the values of included executions of groups with
+    variance permuted, over group boundaries.
+  """
+  live = np.flatnonzero(result.included & ~result.zero_variance)
+  rng = np.random.Generator(np.random.Philox(key=[seed, step]))
+  values = result.values.copy()
+  values[live] = result.values[rng.permutation(live)]
+  return result._replace(values=values)
+
+
 def gae(
   rewards: Float[Array, "M"],
   values: Float[Array, "M"],

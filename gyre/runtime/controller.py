@@ -95,8 +95,8 @@ class Scored:
   zero_variance: int
 
 
-def score_groups(groups: Sequence[Group], config: Config) -> Scored:
-  """Scores groups and gives each execution its advantage.
+def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
+  """Scores the groups of a step and gives each execution its advantage.
 
   Executions without a reward leave training; groups whose rewards are all
   equal teach nothing: they are counted and not computed.
@@ -114,6 +114,8 @@ def score_groups(groups: Sequence[Group], config: Config) -> Scored:
       normalize_std=learner.normalize_std,
       ddof=learner.std_ddof,
     )
+  if learner.shuffle_advantages:
+    result = advantages_lib.shuffled(result, config.run.seed, step)
   trained = result.included & ~result.zero_variance
   chains = [chain.samples(e) for e in executions]
   flat = {n for n, z in zip(names, result.zero_variance, strict=True) if z}
@@ -370,7 +372,7 @@ class Controller:
   async def _step(self, step: int) -> None:
     began = time.monotonic()
     groups, draw, next_group, perf = await self._rollout(step)
-    scored = score_groups(groups, self.config)
+    scored = score_groups(groups, self.config, step)
     if not any(s is not None for s in scored.scores):
       detail = scored.executions[0].outcome
       raise RolloutError(
@@ -417,7 +419,7 @@ class Controller:
         wanted = 0
         if config.rollout.resample_zero_variance:
           if rounds < config.rollout.resample_limit:
-            wanted = score_groups(groups, config).zero_variance - (
+            wanted = score_groups(groups, config, step).zero_variance - (
               len(groups) - config.rollout.groups_per_step
             )
             wanted = max(0, wanted)

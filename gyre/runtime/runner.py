@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from gyre.config import Config
+from gyre.config import Config, ConfigError
 from gyre.envs import agent, scripted
+from gyre.envs.task import Task
 from gyre.envs.tasksets import shell
 from gyre.harness.render import Renderer
 from gyre.rollout.engine import Engine
 from gyre.runtime.collect import Dispatch, RunFn
 from gyre.types import Execution
+
+
+def _kinds(config: Config) -> set[str]:
+  """Kinds of all tasks that the configuration can draw."""
+  tasks, warm = config.tasks, config.warm_start
+  weights = [tasks.kinds or dict.fromkeys(shell.available(tasks.max_turns), 1)]
+  if warm.steps and warm.kinds:
+    weights.append(warm.kinds)
+  return {k for kinds in weights for k, weight in kinds.items() if weight > 0}
 
 
 class Runner:
@@ -18,11 +28,27 @@ class Runner:
     """Takes what every execution shares.
 
     Args:
-      config: agent, sandbox, rollout and run sections.
+      config: agent, sandbox, rollout, run and tasks sections.
       renderer: messages to token ids.
+
+    Raises:
+      ConfigError: worked examples are asked for of a kind that has none.
     """
     self._config, self._renderer = config, renderer
-    self._examples = tuple(shell.example_tasks(config.agent.examples))
+    n = config.agent.examples
+    self._easy = tuple(shell.example_tasks(n))
+    self._of_kind: dict[str, tuple[Task, ...]] = {}
+    if config.agent.examples_of == "kind":
+      for kind in sorted(_kinds(config)):
+        try:
+          self._of_kind[kind] = tuple(shell.example_tasks(n, kinds=(kind,)))
+        except ValueError as error:
+          raise ConfigError(f"agent.examples_of 'kind': {error}") from None
+
+  def _examples(self, task: Task) -> tuple[Task, ...]:
+    if self._config.agent.examples_of == "kind":
+      return self._of_kind[task.metadata["kind"]]
+    return self._easy
 
   def __call__(self, engine: Engine | None, temperature: float) -> RunFn:
     """Returns the function that runs and verifies one execution.
@@ -51,7 +77,7 @@ class Runner:
         index=dispatch.index,
         seed=dispatch.seed,
         version=dispatch.version,
-        examples=self._examples,
+        examples=self._examples(dispatch.task),
         temperature=temperature,
         engine_name="scripted" if engine is None else "engine 0",
       )

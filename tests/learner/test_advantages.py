@@ -150,3 +150,33 @@ def test_gae_of_t1_is_score_minus_value():
   got, returns = advantages.gae(r, v, jnp.array([0, 0, 0, 1, 1]))
   np.testing.assert_allclose(got, [0.9, 0.6, 0.8, -0.2, 0.2], atol=1e-6)
   np.testing.assert_allclose(returns, [1, 1, 1, 0.5, 0.5], atol=1e-6)
+
+
+def test_shuffled_deals_out_the_same_values():
+  rng = np.random.default_rng(1)
+  group = np.repeat(np.arange(12), 4)
+  rewards = rng.integers(0, 3, 48).astype(object)
+  rewards[group == 3] = 1  # no variance
+  rewards[5] = None
+  plain = advantages.grpo(rewards, group)
+  out = advantages.shuffled(plain, seed=0, step=7)
+  live = plain.included & ~plain.zero_variance
+  np.testing.assert_array_equal(
+    np.sort(out.values[live]), np.sort(plain.values[live])
+  )
+  assert not out.values[~live].any()
+  np.testing.assert_array_equal(out.included, plain.included)
+  np.testing.assert_array_equal(out.zero_variance, plain.zero_variance)
+
+
+def test_shuffled_by_seed_and_step():
+  rng = np.random.default_rng(2)
+  plain = advantages.grpo(rng.normal(size=200), np.repeat(np.arange(25), 8))
+  deal = [
+    advantages.shuffled(plain, seed, step).values
+    for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1))
+  ]
+  np.testing.assert_array_equal(deal[0], deal[1])
+  for other in (plain.values, deal[2], deal[3]):
+    # Nothing of the order is left: |r| of 200 is below 4 / sqrt(200).
+    assert abs(np.corrcoef(deal[0], other)[0, 1]) < 0.28

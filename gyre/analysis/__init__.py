@@ -1,0 +1,1 @@
+"""What a run's directory tells: loaded, tabulated, drawn."""

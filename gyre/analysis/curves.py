@@ -1,0 +1,113 @@
+"""Curves as SVG, written by hand: no plotting library is needed to see them."""
+
+from __future__ import annotations
+
+import dataclasses
+import xml.sax.saxutils
+from collections.abc import Sequence
+
+import numpy as np
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_WIDTH, _HEIGHT = 720, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 40, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """Points of one run.
+
+  Attributes:
+    name: in the legend.
+    x, y: of the points, in order of x.
+    marks: (x, y, low, high): points with an interval.
+  """
+
+  name: str
+  x: Sequence[float]
+  y: Sequence[float]
+  marks: Sequence[tuple[float, float, float, float]] = ()
+
+
+def smooth(y: Sequence[float], window: int) -> list[float]:
+  """Trailing mean over at most `window` values."""
+  return [
+    float(np.mean(y[max(0, i + 1 - window) : i + 1])) for i in range(len(y))
+  ]
+
+
+def svg(
+  curves: Sequence[Curve], *, title: str, x_label: str, y_label: str
+) -> str:
+  """Draws curves over a y axis from 0 to 1.
+
+  Each curve's values are thin, their trailing mean over 5 is thick; marks are
+  dots with the interval as a bar.
+
+  Args:
+    curves: at most four.
+    title, x_label, y_label: plain text.
+
+  Returns:
+    The text of an SVG file.
+
+  Raises:
+    ValueError: more curves than colours, or no point at all.
+  """
+  if len(curves) > len(_COLORS):
+    raise ValueError(f"{len(curves)} curves, at most {len(_COLORS)}")
+  xs = [x for c in curves for x in (*c.x, *(m[0] for m in c.marks))]
+  if not xs:
+    raise ValueError("no point to draw")
+  last = max(max(xs), 1)
+
+  def px(x: float) -> float:
+    return round(_LEFT + x / last * (_WIDTH - _LEFT - _RIGHT), 1)
+
+  def py(y: float) -> float:
+    return round(_HEIGHT - _BOTTOM - y * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+  def text(x: float, y: float, words: str, more: str = "") -> str:
+    body = xml.sax.saxutils.escape(words)
+    return f'<text x="{x}" y="{y}" {more}>{body}</text>'
+
+  def path(x: Sequence[float], y: Sequence[float], look: str) -> str:
+    points = " ".join(f"{px(a)},{py(b)}" for a, b in zip(x, y, strict=True))
+    return f'<polyline points="{points}" fill="none" {look}/>'
+
+  middle = 'text-anchor="middle"'
+  out = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
+    f'height="{_HEIGHT}" font-family="sans-serif" font-size="13">',
+    f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+    text(_WIDTH / 2, 20, title, middle + ' font-size="15"'),
+    text(_WIDTH / 2, _HEIGHT - 8, x_label, middle),
+    text(14, _HEIGHT / 2, y_label, f'{middle} transform="rotate(-90 14 200)"'),
+  ]
+  for i in range(6):
+    y = py(i / 5)
+    out.append(
+      f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" '
+      'stroke="#ddd"/>'
+    )
+    out.append(text(_LEFT - 8, y + 4, f"{i / 5:.1f}", 'text-anchor="end"'))
+  for x in range(0, int(last) + 1, max(1, round(last / 8))):
+    out.append(text(px(x), _HEIGHT - _BOTTOM + 18, str(x), middle))
+  for i, (curve, color) in enumerate(zip(curves, _COLORS, strict=False)):
+    stroke = f'stroke="{color}"'
+    out.append(path(curve.x, curve.y, f'{stroke} stroke-opacity="0.35"'))
+    mean = smooth(curve.y, 5)
+    out.append(path(curve.x, mean, f'{stroke} stroke-width="2.5"'))
+    for x, y, low, high in curve.marks:
+      out.append(
+        f'<line x1="{px(x)}" x2="{px(x)}" y1="{py(low)}" y2="{py(high)}" '
+        f'{stroke} stroke-width="1.5"/>'
+      )
+      out.append(f'<circle cx="{px(x)}" cy="{py(y)}" r="4.5" fill="{color}"/>')
+    row = _TOP + 14 + 18 * i
+    out.append(
+      f'<rect x="{_LEFT + 12}" y="{row - 9}" width="14" height="8" '
+      f'fill="{color}"/>'
+    )
+    out.append(text(_LEFT + 32, row, curve.name))
+  return "\n".join([*out, "</svg>", ""])
