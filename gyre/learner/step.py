@@ -38,11 +38,8 @@ ROWS = ("data", "fsdp")
 # What a backward pass keeps of a layer: matrix products and attention's
 # output. Norms, rope and the gated product are cheap to recompute, and are
 # half the memory.
-SAVE_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-  jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  jax.checkpoint_policies.save_only_these_names(
-    "attention_out", "attention_lse"
-  ),
+SAVE_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
+  "linear", "attention_out", "attention_lse"
 )
 
 

@@ -31,12 +31,12 @@ def linear(
 ) -> Float[Array, "... O"]:
   """Returns x·Wᵀ + b, W stored [out, in] (`name`) or [in, out] (`name_io`).
 
-  The product runs in x's dtype; parameters of another dtype are cast.
+  The product runs in x's dtype; parameters of another dtype are cast. Under
+  `jax.checkpoint` the product is named "linear".
   """
-  if name in p:
-    y = jnp.einsum("...i,oi->...o", x, p[name].astype(x.dtype))
-  else:
-    y = jnp.einsum("...i,io->...o", x, p[name + params_lib.IO].astype(x.dtype))
+  order = "oi" if name in p else "io"
+  w = p[name if order == "oi" else name + params_lib.IO].astype(x.dtype)
+  y = gyre_kernels.linear(x, w, order=order)
   bias = p.get(f"{name}_bias")
   return y if bias is None else y + bias.astype(x.dtype)
 
@@ -44,10 +44,13 @@ def linear(
 def rms_norm(
   x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float
 ) -> Float[Array, "... D"]:
-  """x / sqrt(mean(x²) + eps) · weight, in f32 or wider; arXiv 1910.07467."""
+  """x / sqrt(mean(x²) + eps) · weight; arXiv 1910.07467.
+
+  In f32 or wider, rounded to x's type once, at the end.
+  """
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   scale = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-  return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
+  return (wide * scale * weight.astype(wide.dtype)).astype(x.dtype)
 
 
 def attention(

@@ -130,11 +130,16 @@ def mlp(
   x: Float[Array, "B T D"],
   constrain: params_lib.Constrain,
 ) -> Float[Array, "B T D"]:
-  """down(silu(gate(x)) · up(x)); SwiGLU, arXiv 2002.05202."""
+  """down(silu(gate(x)) · up(x)); SwiGLU, arXiv 2002.05202.
+
+  The gated product is taken in f32 or wider and rounded once.
+  """
   inner = ("batch", None, "mlp")
   gate = constrain(linear(p, "gate", x), inner)
   up = constrain(linear(p, "up", x), inner)
-  return linear(p, "down", jax.nn.silu(gate) * up)
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  gated = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
+  return linear(p, "down", gated.astype(x.dtype))
 
 
 def _loop(layer, layers, cfg, x, rope, state):

@@ -137,8 +137,10 @@ def test_rows_of_decode_do_not_touch_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("keep", [0, 2**20], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("blocks", [(7, 11), (64, 64)], ids=str)
-def test_linear_logprob_matches_oracle(blocks, entropy, monkeypatch):
+def test_linear_logprob_matches_oracle(blocks, keep, entropy, monkeypatch):
+  monkeypatch.setattr(head, "_KEEP", keep)
   monkeypatch.setattr(head, "_TOKENS", blocks[0])
   monkeypatch.setattr(head, "_VOCAB", blocks[1])
   hidden, weight = _normal(0, 23, 12), _normal(1, 53, 12)
@@ -176,7 +178,9 @@ def test_linear_logprob_matches_torch():
   _assert_equal(grads, (x.grad.numpy(), w.grad.numpy()))
 
 
-def test_linear_logprob_in_bf16_sums_in_f32():
+@pytest.mark.parametrize("keep", [0, 2**20], ids=["recomputed", "kept"])
+def test_linear_logprob_in_bf16_sums_in_f32(keep, monkeypatch):
+  monkeypatch.setattr(head, "_KEEP", keep)
   hidden = _normal(0, 16, 256, dtype=jnp.bfloat16)
   weight = _normal(1, 300, 256) / 16
   targets = jnp.arange(16)
@@ -199,7 +203,7 @@ def test_linear_logprob_in_bf16_sums_in_f32():
   np.testing.assert_allclose(dw, rw, atol=2e-2)
 
 
-def test_linear_logprob_never_holds_all_logits():
+def test_linear_logprob_holds_no_more_logits_than_it_may_keep():
   def temporary(tokens):
     args = (_normal(0, tokens, 8), _normal(1, 16384, 8))
     targets = jnp.zeros(tokens, jnp.int32)
@@ -207,12 +211,16 @@ def test_linear_logprob_never_holds_all_logits():
     compiled = jax.jit(grad).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
-  short, long = temporary(2048), temporary(8192)
+  logits = 8192 * 16384 * 4
+  assert logits // 4 < temporary(2048) < logits
+  short, long = temporary(8193), temporary(16384)
   assert long < 1.2 * short
-  assert long < 8192 * 16384 * 4 / 4
+  assert long < logits / 4
 
 
-def test_head_in_shard_map():
+@pytest.mark.parametrize("keep", [0, 2**20], ids=["recomputed", "kept"])
+def test_head_in_shard_map(keep, monkeypatch):
+  monkeypatch.setattr(head, "_KEEP", keep)
   mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
   P = jax.sharding.PartitionSpec
   hidden, weight = _normal(0, 24, 12), _normal(1, 53, 12)
