@@ -55,6 +55,9 @@ def run_process(
 ) -> dict[str, Any]:
   """Runs one measurement and returns the JSON object of its last line.
 
+  Each side's malloc is asked for huge pages, unless GLIBC_TUNABLES is set: a
+  training step allocates gigabytes afresh.
+
   Raises:
     BenchError: the process failed or printed none.
   """
@@ -65,7 +68,9 @@ def run_process(
       capture_output=True,
       text=True,
       check=False,
-      env=os.environ | {"JAX_PLATFORMS": platform},
+      env={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+      | os.environ
+      | {"JAX_PLATFORMS": platform},
     )
   except OSError as error:
     raise BenchError(f"{who}: {error}") from error
