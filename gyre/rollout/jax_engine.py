@@ -33,38 +33,11 @@ import numpy as np
 from gyre import config, types
 from gyre.models import load
 from gyre.models.config import ModelConfig
-from gyre.rollout import engine, paged, pages, schedule
+from gyre.rollout import engine, pages, places, schedule, shapes
 from gyre.rollout import programs as programs_lib
 
-_MAX_STEPS = 16
-_DISPATCH_S = 0.1
+_DISPATCH_S = 0.4
 _PREFILLS_IN_A_ROW = 8
-
-
-def _shapes(
-  rollout: config.Rollout, max_context: int, deterministic: bool
-) -> programs_lib.Shapes:
-  """What to compile for a configuration."""
-  block = paged.block_pages(rollout.page_size)
-  width = -(-max_context // rollout.page_size)
-  slots = rollout.max_slots
-  if deterministic:
-    rows, chunks = (max(8, slots),), ()
-  else:
-    # A bf16 matrix-vector product is slow on CPUs: pad the batch.
-    small = (1, 8) if rollout.dtype == "float32" else (8,)
-    rows = (*(n for n in small if n < slots), slots)
-    lengths = sorted({max(1, rollout.prefill_chunk // n) for n in (1, 4, 16)})
-    chunks = tuple((rollout.prefill_chunk // n, n) for n in lengths)
-  return programs_lib.Shapes(
-    rows=rows,
-    chunks=chunks,
-    pages=rollout.num_pages + 1,
-    page_size=rollout.page_size,
-    table_width=-(-width // block) * block,
-    block=block,
-    steps=_MAX_STEPS,
-  )
 
 
 class _Sink:
@@ -136,7 +109,7 @@ class JaxEngine:
     r = self._rollout
     capacity = r.num_pages * r.page_size
     self.max_context = min(max_context or model_cfg.context_length, capacity)
-    self._shapes = _shapes(r, self.max_context, deterministic)
+    self._shapes = shapes.choose(r, self.max_context, deterministic)
     self._deterministic = deterministic
     self._device = device or jax.devices()[0]
     self._programs = programs or programs_lib.Programs(
@@ -149,6 +122,8 @@ class JaxEngine:
       pages.PagePool(self._shapes.pages, r.page_size), r.max_slots
     )
     self._sched.version = version
+    self._places = places.Places(self._shapes.windows, r.page_size)
+    self._window: Any = None
     self._by_name: dict[str, schedule.Live] = {}
     self._arrivals = itertools.count()
     self._kv: Any = None
@@ -315,7 +290,7 @@ class JaxEngine:
     for live in self._by_name.values():
       live.sink.fail(self._down())
     self._by_name.clear()
-    self._kv = self._params = None
+    self._kv = self._params = self._window = None
 
   def _idle(self) -> bool:
     sched = self._sched
@@ -398,7 +373,12 @@ class JaxEngine:
         raise ValueError(f"snapshot holds another model: {cfg}")
     params = self._programs.place(weights)
     self._params = jax.device_get(params) if self._asleep else params
+    self._restart(version)
+
+  def _restart(self, version: int) -> None:
     self._sched.restart(version)
+    self._places.clear()
+    self._window = None
 
   def _new_cache(self) -> None:
     self._kv = programs_lib.new_cache(
@@ -408,7 +388,7 @@ class JaxEngine:
   def _sleep(self) -> None:
     if not self._asleep:
       self._asleep = True
-      self._sched.restart(self._sched.version)
+      self._restart(self._sched.version)
       self._kv = None
       self._params = jax.device_get(self._params)
 
@@ -432,7 +412,7 @@ class JaxEngine:
       self._prefill(prefilling)
     else:
       self._prefills = 0
-      self._decode(decoding, self._steps(bool(prefilling)))
+      self._decode_rows(decoding, self._steps(bool(prefilling)))
 
   def _steps(self, prefilling: bool) -> int:
     """Decode steps a dispatch: few enough to be interruptible."""
@@ -440,7 +420,7 @@ class JaxEngine:
       return 1
     if not self._step_s:
       return 2
-    return int(np.clip(_DISPATCH_S / self._step_s, 1, _MAX_STEPS))
+    return int(np.clip(_DISPATCH_S / self._step_s, 1, self._shapes.steps))
 
   def _prefill(self, lives: list[schedule.Live]) -> None:
     """One chunk: the shape that computes most, oldest requests first."""
@@ -471,6 +451,48 @@ class JaxEngine:
     again = min(live.seen, live.computed + n) - live.computed
     self._counts["reprefilled_tokens"] += max(0, again)
     self._sched.advance(live, n)
+
+  def _decode_rows(self, lives: list[schedule.Live], steps: int) -> None:
+    """Decode steps over a window, or over pages where none is wide enough."""
+    lives, steps = self._sched.reserve(lives, steps)
+    if not lives:
+      return
+    place, load = self._places.place(lives, steps)
+    if place is None:
+      self._window = None
+      self._decode(lives, steps)
+      return
+    skip = place.base // self._rollout.page_size
+    if load:
+      self._window = None  # before its successor takes memory
+      width = place.size // self._rollout.page_size
+      table = np.zeros((len(place.lives), width), np.int32)
+      for i, live in enumerate(lives):
+        own = live.pages[skip : skip + width]
+        table[i, : len(own)] = own
+      self._window = self._programs.load(self._kv, table, place.size)
+    rows = programs_lib.Rows.empty(len(place.lives), self._shapes.table_width)
+    for i, live in enumerate(place.lives):
+      if live is not None:
+        self._fill(rows, i, live)
+    common = np.zeros(self._shapes.table_width, np.int32)
+    common[:skip] = lives[0].pages[:skip]
+    began = time.perf_counter()
+    self._kv, self._window, ids, logps = self._programs.decode_window(
+      self._params,
+      self._kv,
+      self._window,
+      rows,
+      place.base,
+      common,
+      steps,
+      bool(self._sched.waiting),
+    )
+    self._step_s = (time.perf_counter() - began) / max(1, len(ids))
+    self._counts["decode_steps"] += len(ids)
+    for i, live in enumerate(place.lives):
+      if live is not None:
+        self._accept(live, ids[:, i], logps[:, i])
 
   def _mixed(self, decoding, prefilling) -> None:
     """Decode rows and context rows in one program of one shape."""

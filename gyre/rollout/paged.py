@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30
 _WIDE_HEADS = 4
 
 Pages = tuple[Array, Array]
+Seen = tuple[Array, Array, Array]
 
 
 def block_pages(page_size: int, tokens: int = 64) -> int:
@@ -40,7 +41,8 @@ def _store(x: Array, dtype: jnp.dtype) -> Array:
   return x.astype(dtype)
 
 
-def _load(x: Array) -> Array:
+def loaded(x: Array) -> Array:
+  """What was stored, as numbers."""
   if x.dtype == jnp.uint16:
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
   return x
@@ -58,6 +60,72 @@ def write(
   page = jnp.take_along_axis(table, slot // size, axis=1)
   page = jnp.where(positions >= 0, page, 0)
   return pages.at[page, slot % size].set(_store(new, pages.dtype))
+
+
+def visible(
+  positions: Int[Array, "B T"], keys: Int[Array, "S"], window: int | None
+) -> Bool[Array, "B 1 T S"]:
+  """Which keys, by absolute position, each query sees."""
+  back = positions[:, None, :, None] - keys
+  sees = back >= 0
+  return sees if window is None else sees & (back <= window)
+
+
+def nothing_seen(
+  shape: tuple[int, ...], head: int, sinks: Float[Array, "N"] | None
+) -> Seen:
+  """The online softmax before its first key.
+
+  Args:
+    shape: of one number a query: [B, K, G, ...], K * G = N.
+    head: size of a value.
+    sinks: one logit a query head, or None.
+
+  Returns:
+    Largest score, sum of exponentials and weighted sum of values.
+  """
+  top = jnp.full(shape, _MASKED, jnp.float32)
+  total = jnp.zeros(shape, jnp.float32)
+  if sinks is not None:
+    ones = (1,) * (len(shape) - 3)
+    sink = sinks.astype(jnp.float32).reshape(1, *shape[1:3], *ones)
+    top, total = jnp.broadcast_to(sink, shape), jnp.ones(shape, jnp.float32)
+  return top, total, jnp.zeros((*shape, head), jnp.float32)
+
+
+def fold(
+  seen: Seen,
+  scores: Float[Array, "*Q S"],
+  sees: Bool[Array, "*Q S"],
+  softcap: float | None,
+  mix: Callable[[Array], Array],
+) -> Seen:
+  """Adds a block of keys to an online softmax.
+
+  Args:
+    seen: so far.
+    scores: float32, scaled.
+    sees: broadcasts to scores; a query that sees none keeps all its bits.
+    softcap: as in gyre_kernels.attention.
+    mix: weights [*Q, S] -> their sum of values [*Q, H], float32.
+
+  Returns:
+    seen, with the block.
+  """
+  top, total, out = seen
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
+  new_top = jnp.maximum(top, jnp.max(jnp.where(sees, scores, _MASKED), -1))
+  p = jnp.where(sees, jnp.exp(scores - new_top[..., None]), 0.0)
+  shrink = jnp.exp(top - new_top)
+  total = total * shrink + jnp.sum(p, -1)
+  return new_top, total, out * shrink[..., None] + mix(p)
+
+
+def normalised(seen: Seen) -> Array:
+  """The attention's output; 0 for queries that saw nothing."""
+  _, total, out = seen
+  return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _scores(q, k):
@@ -138,35 +206,14 @@ def attention(
     first = jnp.min(jnp.where(positions >= 0, positions, last))
     start = jnp.maximum(first - window, 0) // S
 
-  def body(j, carry):
-    top, total, out = carry
+  def body(j, seen):
     at = jax.lax.dynamic_slice_in_dim(table, j * block, block, 1)
-    k, v = (_load(x[at]).reshape(B, S, K, H) for x in pages)
-    s = _scores(q, k)
-    if softcap:
-      s = softcap * jnp.tanh(s / softcap)
-    back = positions[:, :, None] - (j * S + jnp.arange(S))
-    sees = back >= 0
-    if window is not None:
-      sees &= back <= window
-    sees = sees[:, None, None]
-    new_top = jnp.maximum(top, jnp.max(jnp.where(sees, s, _MASKED), -1))
-    p = jnp.where(sees, jnp.exp(s - new_top[..., None]), 0.0)
-    shrink = jnp.exp(top - new_top)
-    total = total * shrink + jnp.sum(p, -1)
-    return new_top, total, out * shrink[..., None] + _mix(p, v)
+    k, v = (loaded(x[at]).reshape(B, S, K, H) for x in pages)
+    sees = visible(positions, j * S + jnp.arange(S), window)[:, :, None]
+    return fold(seen, _scores(q, k), sees, softcap, lambda p: _mix(p, v))
 
-  shape = (B, K, N // K, T)
-  carry = (
-    jnp.full(shape, _MASKED, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-    jnp.zeros((*shape, H), jnp.float32),
-  )
-  if sinks is not None:
-    sink = sinks.astype(jnp.float32).reshape(1, K, N // K, 1)
-    carry = (jnp.broadcast_to(sink, shape), jnp.ones(shape), carry[2])
-  _, total, out = jax.lax.fori_loop(start, stop, body, carry)
-  out = out / jnp.where(total > 0, total, 1.0)[..., None]
+  seen = nothing_seen((B, K, N // K, T), H, sinks)
+  out = normalised(jax.lax.fori_loop(start, stop, body, seen))
   return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 

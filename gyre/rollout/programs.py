@@ -7,6 +7,7 @@ called, so nothing compiles in steady state.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,32 +18,10 @@ import numpy as np
 from gyre.models import params as params_lib
 from gyre.models import transformer
 from gyre.models.config import ModelConfig
-from gyre.rollout import paged, sampling
+from gyre.rollout import paged, sampling, window
+from gyre.rollout.shapes import Shapes
 
 MAX_STOPS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-  """What is compiled.
-
-  Attributes:
-    rows: decode batch sizes, ascending.
-    chunks: (rows, tokens) of prefill programs; empty where prefill runs
-      through the decode program.
-    pages, page_size: of the cache.
-    table_width: pages a row's table can name; a multiple of `block`.
-    block: pages read at a time by attention.
-    steps: most decode steps in one dispatch.
-  """
-
-  rows: tuple[int, ...]
-  chunks: tuple[tuple[int, int], ...]
-  pages: int
-  page_size: int
-  table_width: int
-  block: int
-  steps: int
 
 
 @dataclasses.dataclass
@@ -88,7 +67,14 @@ class Rows:
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
+def _decode_loop(
+  params, state, rows, steps, until_any, attend_at, *, cfg, max_steps
+):
+  """Feeds each row's token, samples its next, up to `steps` times.
+
+  attend_at(step, positions [B, 1]) is one step's attention over `state`.
+  Returns the state, the steps done, ids and log-probabilities [max_steps, B].
+  """
   B = rows["tokens"].shape[0]
 
   def cond(carry):
@@ -97,15 +83,15 @@ def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
     return more & ~(until_any & stopped)
 
   def body(carry):
-    i, kv, tokens, positions, alive, _, ids, logps = carry
+    i, state, tokens, positions, alive, _, ids, logps = carry
     at = jnp.where(alive, positions, -1)[:, None]
-    hidden, kv = transformer.forward(
+    hidden, state = transformer.forward(
       params,
       cfg,
       tokens[:, None],
       jnp.maximum(at, 0),
-      paged.paged_attend(rows["table"], at, block=block),
-      kv,
+      attend_at(i, at),
+      state,
     )
     logits = transformer.logits(params, cfg, hidden[:, 0])
     token, logp = sampling.sample(
@@ -123,7 +109,7 @@ def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
     ends |= rows["limits"] <= i + 1
     return (
       i + 1,
-      kv,
+      state,
       token,
       positions + 1,
       alive & ~ends,
@@ -134,7 +120,7 @@ def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
 
   carry = (
     jnp.int32(0),
-    kv,
+    state,
     rows["tokens"],
     rows["positions"],
     rows["positions"] >= 0,
@@ -142,8 +128,62 @@ def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
     jnp.full((max_steps, B), -1, jnp.int32),
     jnp.zeros((max_steps, B), jnp.float32),
   )
-  done, kv, _, _, _, _, ids, logps = jax.lax.while_loop(cond, body, carry)
-  return kv, done, ids, logps
+  done, state, _, _, _, _, ids, logps = jax.lax.while_loop(cond, body, carry)
+  return state, done, ids, logps
+
+
+def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
+  def attend_at(_, at):
+    return paged.paged_attend(rows["table"], at, block=block)
+
+  return _decode_loop(
+    params, kv, rows, steps, until_any, attend_at, cfg=cfg, max_steps=max_steps
+  )
+
+
+def _decode_window(
+  params,
+  kv,
+  windows,
+  rows,
+  base,
+  common,
+  steps,
+  until_any,
+  *,
+  cfg,
+  max_steps,
+):
+  def attend_at(step, at):
+    return window.attend(step, base, common, at)
+
+  recent = tuple(window.no_recent(w, max_steps) for w in windows)
+  state, done, ids, logps = _decode_loop(
+    params,
+    tuple(zip(recent, windows, kv, strict=True)),
+    rows,
+    steps,
+    until_any,
+    attend_at,
+    cfg=cfg,
+    max_steps=max_steps,
+  )
+  first, fed = rows["positions"], ids.T >= 0
+  at = jnp.where(fed, first[:, None] + jnp.arange(max_steps), -1)
+  kv, windows = [], []
+  for recent, copy, pages in state:
+    windows.append(window.append(copy, recent, first - base, fed))
+    kv.append(
+      tuple(
+        paged.write(page, new.swapaxes(0, 1), rows["table"], at)
+        for page, new in zip(pages, recent, strict=True)
+      )
+    )
+  return tuple(kv), tuple(windows), done, ids, logps
+
+
+def _load(kv, table, *, dtype):
+  return tuple(window.load(pages, table, dtype) for pages in kv)
 
 
 def _prefill(params, kv, table, tokens, start, count, *, cfg, block):
@@ -185,8 +225,12 @@ class Programs:
     self.device = device
     self.compilations = 0
     self._decode: dict[int, Any] = {}
+    self._load: dict[tuple[int, int], Any] = {}
+    self._decode_window: dict[tuple[int, int], Any] = {}
     self._prefill: dict[tuple[int, int], Any] = {}
     self._copy: Any = None
+    # Which order of the matrices XLA's CPU multiplies faster.
+    self._order = "oi" if self.dtype == jnp.bfloat16 else "io"
     self._place = jax.jit(self._converted)
 
   @property
@@ -196,13 +240,13 @@ class Programs:
 
   def _converted(self, params):
     params = params_lib.convert_layout(
-      params, self.cfg, layout="layers", order="oi"
+      params, self.cfg, layout="layers", order=self._order
     )
     # A copy: the giver may donate its own arrays afterwards.
     return jax.tree.map(lambda x: jnp.copy(x.astype(self.dtype)), params)
 
   def place(self, params: params_lib.Params) -> params_lib.Params:
-    """The engine's own copy: one array a layer, [out, in], its dtype."""
+    """The engine's own copy: one array a layer, its order and dtype."""
     return self._place(jax.device_put(params, self.device))
 
   def compile(self) -> None:
@@ -215,7 +259,9 @@ class Programs:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     s = self.shapes
-    specs = params_lib.param_specs(self.cfg, layout="layers", dtype=self.dtype)
+    specs = params_lib.param_specs(
+      self.cfg, layout="layers", order=self._order, dtype=self.dtype
+    )
     params = jax.tree.map(abstract, params_lib.abstract_params(specs))
     kv = jax.tree.map(
       abstract,
@@ -223,8 +269,27 @@ class Programs:
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     flag = jax.ShapeDtypeStruct((), jnp.bool_, sharding=sharding)
+
+    def host_rows(rows):
+      return jax.tree.map(abstract, Rows.empty(rows, s.table_width).tree())
+
+    common = abstract(np.zeros(s.table_width, np.int32))
+    for rows, tokens in s.windows:
+      table = abstract(np.zeros((rows, tokens // s.page_size), np.int32))
+      load = functools.partial(_load, dtype=self.dtype)
+      self._load[rows, tokens] = self._compiled(
+        _load, (), (kv, table), dtype=self.dtype
+      )
+      windows = jax.tree.map(abstract, jax.eval_shape(load, kv, table))
+      self._decode_window[rows, tokens] = self._compiled(
+        _decode_window,
+        (1, 2),
+        (params, kv, windows, host_rows(rows), step, common, step, flag),
+        cfg=self.cfg,
+        max_steps=s.steps,
+      )
     for rows in s.rows:
-      host = jax.tree.map(abstract, Rows.empty(rows, s.table_width).tree())
+      host = host_rows(rows)
       self._decode[rows] = self._compiled(
         _decode,
         1,
@@ -274,6 +339,57 @@ class Programs:
     )
     done = int(done)
     return kv, np.asarray(ids)[:done], np.asarray(logps)[:done]
+
+  def load(self, kv, table: np.ndarray, size: int):
+    """Copies rows out of their pages into a new window.
+
+    Args:
+      kv: the cache.
+      table: int32 [B, size // page_size], each row's pages from the window's
+        first token on.
+      size: tokens a row; (B, size) in shapes.windows.
+
+    Returns:
+      The window, (keys, values) a layer.
+    """
+    return self._load[len(table), size](kv, table)
+
+  def decode_window(
+    self,
+    params,
+    kv,
+    windows,
+    rows: Rows,
+    base: int,
+    common: np.ndarray,
+    steps: int,
+    until_any: bool,
+  ) -> tuple[Any, Any, np.ndarray, np.ndarray]:
+    """As `decode`, over a window; new keys go to it and to their pages.
+
+    Args:
+      params, kv, rows, steps, until_any: as in `decode`.
+      windows: from `load`, or the call before (donated).
+      base: tokens that all rows share, in whole blocks; the window's first.
+      common: int32 [W], the pages of those.
+
+    Returns:
+      The cache, the window, ids and log-probabilities as in `decode`.
+    """
+    size = windows[0][0].shape[-1]
+    program = self._decode_window[len(rows.tokens), size]
+    kv, windows, done, ids, logps = program(
+      params,
+      kv,
+      windows,
+      rows.tree(),
+      np.int32(base),
+      common,
+      np.int32(steps),
+      np.bool_(until_any),
+    )
+    done = int(done)
+    return kv, windows, np.asarray(ids)[:done], np.asarray(logps)[:done]
 
   def prefill(
     self,

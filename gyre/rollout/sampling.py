@@ -2,7 +2,7 @@
 
 Each row draws one uniform number from its own key, fold_in(key(seed),
 absolute position), and inverts the cumulative distribution: no key or draw
-depends on the other rows. Summation runs in fixed blocks along the
+depends on the other rows. Summation runs over fixed columns of the
 vocabulary, so a row's bits do not depend on its neighbours either.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-_BLOCK = 256
+_COLUMNS = 256
 _ONE_BITS = 0x3F800000
 
 
@@ -49,50 +49,77 @@ def _threshold(p, holds) -> Float[Array, "B 1"]:
   return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
-def truncate(
+def cutoff(
   p: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
-) -> Float[Array, "B V"]:
-  """Zeroes what top-k, then top-p over what is left, exclude.
+) -> Float[Array, "B 1"]:
+  """The least probability that top-k, then top-p over what is left, keep.
 
   Args:
     p: unnormalised probabilities with maximum 1.
     top_k: keep the k largest and ties with the last of them; 0 is off.
     top_p: keep the smallest set of largest ones that holds this share, and
       ties with the last of them; 1 is off.
+
+  Returns:
+    What is at least this is kept; 0 keeps all.
   """
   k = jnp.where(top_k > 0, top_k, p.shape[1])[:, None]
-  t = _threshold(p, lambda t: jnp.sum(p >= t, -1, keepdims=True) >= k)
-  p = jnp.where(p >= t, p, 0.0)
+  least = _threshold(p, lambda t: jnp.sum(p >= t, -1, keepdims=True) >= k)
+  p = jnp.where(p >= least, p, 0.0)
   mass = jnp.sum(p, -1, keepdims=True) * top_p[:, None]
   t = _threshold(
     p, lambda t: jnp.sum(jnp.where(p >= t, p, 0.0), -1, keepdims=True) >= mass
   )
-  keep = (p >= t) | (top_p[:, None] >= 1)
-  return jnp.where(keep, p, 0.0)
+  return jnp.maximum(least, jnp.where(top_p[:, None] < 1, t, 0.0))
 
 
-def _invert(p: Float[Array, "B V"], u: Float[Array, "B"]):
-  """The first index whose cumulative sum exceeds u times the total."""
-  B, V = p.shape
-  pad = -V % _BLOCK
-  blocks = jnp.pad(p, ((0, 0), (0, pad))).reshape(B, -1, _BLOCK)
-  sums = jnp.sum(blocks, -1)
+def _columns(z: Float[Array, "B V"]) -> Float[Array, "B R C"]:
+  """Token i lies at row i // C, column i % C; padding is -inf.
+
+  Sums over R run along vectors, where sums along the vocabulary would not.
+  """
+  pad = ((0, 0), (0, -z.shape[1] % _COLUMNS))
+  z = jnp.pad(z, pad, constant_values=-jnp.inf)
+  return z.reshape(z.shape[0], -1, _COLUMNS)
+
+
+def _first(upto, weights, target):
+  """The first index whose cumulative weight exceeds the target.
+
+  Rounding may leave the target at the very end: the last that can be.
+  """
+  last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
+  n = jnp.sum(upto <= target[:, None], -1)
+  return jnp.minimum(n, last).astype(jnp.int32)
+
+
+def _invert(
+  z: Float[Array, "B R C"],
+  top: Float[Array, "B 1"],
+  least: Float[Array, "B 1"],
+  u: Float[Array, "B"],
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+  """Draws from exp(z - top) where it is at least `least`, column by column.
+
+  Returns:
+    The token ids, and the sum that normalises.
+  """
+
+  def weights(z, top, least):
+    p = jnp.exp(z - top)
+    return jnp.where(p >= least, p, 0.0)
+
+  sums = jnp.sum(weights(z, top[..., None], least[..., None]), 1)
   upto = jnp.cumsum(sums, -1)
   total = upto[:, -1]
   target = u * total
-
-  def first(cumulative, weights, target):
-    # Rounding may leave the target at the very end: take the last that can be.
-    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
-    n = jnp.sum(cumulative <= target[:, None], -1)
-    return jnp.minimum(n, last).astype(jnp.int32)
-
-  block = first(upto, sums, target)
-  rows = jnp.arange(B)
-  before = upto[rows, block] - sums[rows, block]
-  inside = blocks[rows, block]
-  index = first(jnp.cumsum(inside, -1), inside, target - before)
-  return block * _BLOCK + index, total
+  column = _first(upto, sums, target)
+  at = column[:, None]
+  before = jnp.take_along_axis(upto - sums, at, 1)[:, 0]
+  inside = jnp.take_along_axis(z, at[:, None], 2)[..., 0]
+  inside = weights(inside, top, least)
+  row = _first(jnp.cumsum(inside, -1), inside, target - before)
+  return row * _COLUMNS + column, total
 
 
 def sample(
@@ -109,7 +136,7 @@ def sample(
     logits: of the model.
     uniform: in [0, 1), one a row.
     temperature: 0 takes the argmax and records its log-probability at 1.
-    top_k, top_p: as in `truncate`.
+    top_k, top_p: as in `cutoff`.
     active: rows that matter; when none of them truncates, no pass is spent.
 
   Returns:
@@ -119,16 +146,24 @@ def sample(
   logits = logits.astype(jnp.float32)
   greedy = temperature <= 0
   z = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-  best = jnp.argmax(z, -1).astype(jnp.int32)
-  top = jnp.max(z, -1, keepdims=True)
-  p = jnp.exp(z - top)
+  columns = _columns(z)
+  top = jnp.max(jnp.max(columns, 1), -1, keepdims=True)
   cuts = active & ~greedy & ((top_k > 0) | (top_p < 1))
-  k = jnp.where(greedy, 0, top_k)
-  share = jnp.where(greedy, 1.0, top_p)
-  p = jax.lax.cond(
-    jnp.any(cuts), lambda p: truncate(p, k, share), lambda p: p, p
+  least = jax.lax.cond(
+    jnp.any(cuts),
+    lambda: cutoff(
+      jnp.exp(z - top),
+      jnp.where(cuts, top_k, 0),
+      jnp.where(cuts, top_p, 1.0),
+    ),
+    lambda: jnp.zeros_like(top),
   )
-  drawn, total = _invert(p, uniform)
-  token = jnp.where(greedy, best, drawn)
+  token, total = _invert(columns, top, least, uniform)
+  # The argmax is the slowest pass: taken only where it is asked for.
+  token = jax.lax.cond(
+    jnp.any(active & greedy),
+    lambda: jnp.where(greedy, jnp.argmax(z, -1).astype(jnp.int32), token),
+    lambda: token,
+  )
   chosen = jnp.take_along_axis(z, token[:, None], -1)[:, 0]
   return token, jnp.minimum(chosen - top[:, 0] - jnp.log(total), 0.0)
