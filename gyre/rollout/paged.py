@@ -3,7 +3,9 @@
 Keys are read block by block of absolute positions with an online softmax, in
 one order whatever the batch holds; a block that a row does not see leaves its
 accumulators bit for bit as they were. The trip count follows the longest row
-at run time, so no shape depends on the context length.
+at run time, so no shape depends on the context length. gyre_kernels has
+paged_decode for one query a row over pages of numbers; here chunks of queries
+share the code, and pages may hold bf16 as bits.
 """
 
 from __future__ import annotations

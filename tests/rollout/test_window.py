@@ -1,0 +1,119 @@
+"""Decode windows: where rows stand, and attention over them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gyre.rollout import engine, paged, places, schedule, window
+
+SIZE, N, K, H = 4, 6, 2, 8
+
+
+def _live(tokens, pages, new=8):
+  return schedule.Live(
+    request=engine.Request(ids=[0] * tokens, max_new_tokens=new),
+    name="",
+    ids=[0] * tokens,
+    prompt=tokens,
+    arrival=0,
+    stops=frozenset(),
+    pages=list(pages),
+  )
+
+
+def test_rows_that_only_lose_requests_stay():
+  lives = [_live(9, range(3 * i, 3 * i + 3)) for i in range(4)]
+  where = places.Places([(2, 16), (4, 16)], SIZE)
+  first, load = where.place(lives, 2)
+  assert load and first.lives == lives and first.base == 0
+  same, load = where.place([lives[3], lives[0], lives[1]], 2)
+  assert not load
+  assert same.lives == [lives[0], lives[1], None, lives[3]]
+  other, load = where.place([lives[0], lives[2], lives[3]], 2)
+  assert load and other.lives == [lives[0], lives[2], lives[3], None]
+  fewer, load = where.place(lives[:2], 2)
+  assert load and fewer.lives == lives[:2]
+
+
+def test_a_row_that_outgrows_its_window_moves_to_a_longer_one():
+  live = _live(15, range(8), new=20)
+  where = places.Places([(1, 16), (1, 32)], SIZE)
+  assert where.place([live], 2)[0].size == 16
+  live.ids.append(0)
+  longer, load = where.place([live], 2)
+  assert load and longer.size == 32
+  live.ids += [0] * 17
+  assert where.place([live], 2) == (None, True)
+
+
+def test_shared_pages_before_the_last_token_stay_out_of_the_window():
+  twins = [_live(13, [7, 8, 9, 10 + i]) for i in range(3)]
+  where = places.Places([(4, 16)], SIZE)
+  assert where.place(twins, 4)[0].base == 12
+  # A page that holds a last token is its request's own.
+  where.clear()
+  short = [_live(12, [7, 8, 9]), twins[0]]
+  assert where.place(short, 4)[0].base == 8
+  where.clear()
+  assert where.place(twins[:1], 4)[0].base == 0
+
+
+@pytest.mark.parametrize(
+  "options", [{}, {"window": 5}, {"softcap": 3.0}, {"sinks": True}]
+)
+@pytest.mark.parametrize("shared", [0, 12])
+def test_decoding_over_a_window_equals_decoding_over_pages(options, shared):
+  rng = np.random.default_rng(0)
+  options = {"window": None, "softcap": None, "sinks": None} | options
+  if options["sinks"]:
+    options["sinks"] = jnp.asarray(rng.normal(size=N), jnp.float32)
+  held, steps, B, size = np.array([13, 20, 17]), 3, 3, 16
+  table = rng.permutation(24).reshape(B, 8).astype(np.int32) + 1
+  table[:, : shared // SIZE] = table[0, : shared // SIZE]
+  shape = (25, SIZE, K, H)
+  pages = tuple(
+    jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)
+  )
+  own = table[:, shared // SIZE :][:, : size // SIZE + 2]
+  copy = window.load(pages, own, jnp.float32)
+  recent = window.no_recent(copy, steps)
+  state, expected = (recent, copy, pages), pages
+  call = functools.partial(dict, scale=0.3, **options)
+  for i in range(steps):
+    q = rng.normal(size=(B, 1, N, H)).astype(np.float32)
+    k, v = rng.normal(size=(2, B, 1, K, H)).astype(np.float32)
+    at = (held + i)[:, None]
+    out, state = window.attend(i, shared, table[0], at)(
+      q, k, v, state, **call()
+    )
+    by_page = paged.paged_attend(table, at, block=2)
+    right, expected = by_page(q, k, v, expected, **call())
+    np.testing.assert_allclose(out, right, atol=3e-6)
+  # What the dispatch fed is in the window afterwards, but for rows that ended.
+  fed = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 1]], bool)
+  kept = window.append(state[1], state[0], held - shared, fed)
+  again = window.load(expected, own, jnp.float32)
+  for got, want, axis in zip(kept, again, (3, 2), strict=True):
+    for b, n in enumerate(held - shared + fed.sum(1)):
+      np.testing.assert_array_equal(
+        jnp.take(got[b], jnp.arange(n), axis - 1),
+        jnp.take(want[b], jnp.arange(n), axis - 1),
+      )
+
+
+def test_an_empty_row_gives_zero():
+  copy = tuple(jnp.ones(s) for s in ((2, K, H, 8), (2, K, 8, H)))
+  pages = tuple(jnp.ones((3, SIZE, K, H)) for _ in range(2))
+  state = (window.no_recent(copy, 2), copy, pages)
+  q, kv = jnp.ones((2, 1, N, H)), jnp.ones((2, 1, K, H))
+  attend = jax.jit(
+    lambda at: window.attend(0, 0, jnp.zeros(4, int), at)(
+      q, kv, kv, state, window=None, softcap=None, sinks=None, scale=1.0
+    )[0]
+  )
+  out = np.asarray(attend(jnp.array([[3], [-1]])))
+  np.testing.assert_allclose(out[0], 1.0, rtol=1e-6)
+  assert np.isfinite(out[1]).all()
