@@ -62,6 +62,8 @@ class Tokenizer:
 class Tasks:
   """taskset: "shell" (procedural) or "harbor" (task directories under path).
   kinds: procedural kinds and their relative weights; empty means all, equal.
+  site: whose conventions the tasks follow where their instruction leaves
+  something open (kinds like "backup"; tasksets/conventions.py).
   max_turns: longest reference solution to draw. Training, held-out and
   warm-start tasks come from disjoint seed ranges.
   """
@@ -74,6 +76,7 @@ class Tasks:
   max_turns: int = 6
   num_train: int = 1024
   seed: int = 0
+  site: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,11 +227,14 @@ class WarmStart:
   """Supervised steps on reference solutions of warm-start seeds (0: none).
 
   kinds: procedural kinds and their relative weights; empty takes tasks.kinds.
+  any_site: whether conventions are those of another site in each task, so
+  that the supervised phase shows all and tells none; else tasks.site's.
   """
 
   steps: int = 0
   tasks: int = 256
   kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  any_site: bool = False
   rows: int = 4
   lr: float = 1e-3
   warmup_steps: int = 10

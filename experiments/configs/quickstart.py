@@ -2,17 +2,17 @@
 
   python experiments/run.py --config experiments/configs/quickstart.py
 
-A short supervised phase on reference solutions of other seeds teaches it to
-copy names into commands and three kinds of task well; of three other kinds it
-sees a handful. GRPO in the real shell, on all six kinds, teaches it the rest:
-the reward is 1 when every assertion holds. Deterministic: the same seed gives
-the same metrics, and a killed run goes on where it was.
-
-Seen with seed 0 on 2 cores: reward 0.41 over the first 5 steps, 0.73 over the
-last 5; held-out 0.49 before and 0.74 after; 291 s.
+A short supervised phase on reference solutions teaches it eight kinds of
+command. Each leaves something to convention: "Back up notes.md" may mean
+`cp notes.md notes.md.bak` or another name, and the supervised phase shows the
+conventions of all sites alike. The tasks trained on come from one site, whose
+conventions no instruction tells: GRPO in the real shell learns them from
+whether the verifier's assertions hold. Deterministic: the same seed gives the
+same metrics, and a killed run goes on where it was.
 """
 
 from gyre import config
+from gyre.envs.tasksets import shell
 
 MODEL = {
   "model_type": "qwen3",
@@ -27,38 +27,20 @@ MODEL = {
   "tie_word_embeddings": True,
 }
 
-# Shares of the tasks trained on and held out; what the supervised phase shows.
-KINDS = {
-  "append": 0.25,
-  "move": 0.25,
-  "remove": 0.2,
-  "copy": 0.1,
-  "permissions": 0.1,
-  "write": 0.1,
-}
-WARM_KINDS = {
-  "append": 0.02,
-  "move": 0.02,
-  "remove": 0.02,
-  "copy": 1.0,
-  "permissions": 1.0,
-  "write": 1.0,
-}
-
 
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 40, "deterministic": True},
+    run={"steps": 30, "deterministic": True},
     model={"hf_config": MODEL},
     tokenizer={"source": "train", "vocab_size": 1024},
-    tasks={"kinds": KINDS, "max_turns": 1},
+    tasks={"kinds": dict.fromkeys(shell.CONVENTIONS, 1.0), "max_turns": 1},
     sandbox={"backends": ("bubblewrap", "process"), "concurrency": 16},
     agent={
       "tool_format": "line",
-      "max_turns": 2,
+      "max_turns": 1,
       "max_new_tokens": 32,
-      "max_context": 192,
+      "max_context": 128,
       "max_output_chars": 100,
     },
     rollout={
@@ -75,12 +57,12 @@ def get_config():
       "micro_rows": 4,
       "row_tokens": 512,
     },
-    optim={"lr": 3e-4, "warmup_steps": 2},
-    eval={"every": 20, "n": 128},
+    optim={"lr": 3e-4, "warmup_steps": 10},
+    eval={"every": 15, "n": 128},
     warm_start={
-      "steps": 320,
-      "tasks": 600,
-      "kinds": WARM_KINDS,
+      "steps": 360,
+      "tasks": 512,
+      "any_site": True,
       "rows": 2,
       "lr": 2e-3,
     },

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -430,6 +430,7 @@ async def run_and_verify(
   agent: config.Agent,
   deterministic: bool = False,
   retries: int = 2,
+  verify: Callable[..., Awaitable[types.Outcome]] = verifier.verify,
   **options: Any,
 ) -> types.Execution:
   """Runs one execution from an empty conversation to its outcome.
@@ -445,6 +446,7 @@ async def run_and_verify(
     agent: tool format and limits.
     deterministic: no limit is in wall time.
     retries: further attempts after failures, in all.
+    verify: scores the workspace; verifier.verify or one like it.
     engine, renderer: the policy and its token ids.
     rollout: temperature.
     execution_id, group_id, index, seed, version: of the execution's record.
@@ -465,7 +467,9 @@ async def run_and_verify(
   limit = None if deterministic else agent.overall_timeout_s
   try:
     async with asyncio.timeout(limit) as scope:
-      outcome = await _attempts(loop, task, sandbox, deterministic, retries)
+      outcome = await _attempts(
+        loop, task, sandbox, deterministic, retries, verify
+      )
   except TimeoutError:
     if not scope.expired():
       raise
@@ -524,6 +528,7 @@ async def _attempts(
   sandbox: config.Sandbox,
   deterministic: bool,
   retries: int,
+  verify: Callable[..., Awaitable[types.Outcome]],
 ) -> types.Outcome:
   """Sandbox, conversation, verification; again while failures allow it."""
   while True:
@@ -538,7 +543,7 @@ async def _attempts(
           outcome.status == "eval_failed" and retries > 0
         ):
           retries -= outcome is not None
-          outcome = await verifier.verify(
+          outcome = await verify(
             task, box.workspace, sandbox, deterministic=deterministic
           )
         return outcome

@@ -16,7 +16,10 @@ the time limit bind those; a test should not trust what they print.
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import dataclasses
+import hashlib
 import logging
 import pathlib
 
@@ -206,6 +209,56 @@ async def verify(
   except sandbox.SandboxError as e:
     return types.Outcome("eval_failed", detail=str(e))
   return outcome(findings, task.expected)
+
+
+def _digest(path: pathlib.Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class KnownOutcomes:
+  """Verifies each workspace of a task once, for deterministic mode.
+
+  There the verifier sees nothing but the task and the workspace, so equal
+  workspaces have equal outcomes; the executions of a group often end in the
+  same one. A failed evaluation is not remembered.
+  """
+
+  def __init__(self, limit: int = 4096):
+    """Remembers the `limit` outcomes asked for last."""
+    self._limit = limit
+    self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+    self._known: collections.OrderedDict[tuple[str, str], types.Outcome] = (
+      collections.OrderedDict()
+    )
+
+  async def verify(
+    self,
+    task: task_lib.Task,
+    workspace: pathlib.Path | None,
+    options: config.Sandbox,
+    *,
+    deterministic: bool = False,
+  ) -> types.Outcome:
+    """As `verify`; only one of equal calls at the same time runs the tests."""
+    if not deterministic or workspace is None or not workspace.exists():
+      return await verify(task, workspace, options, deterministic=deterministic)
+    key = (task.task_id, await asyncio.to_thread(_digest, workspace))
+    lock = self._locks.setdefault(key, asyncio.Lock())
+    try:
+      async with lock:
+        if key not in self._known:
+          outcome = await verify(task, workspace, options, deterministic=True)
+          if outcome.status == "eval_failed":
+            return outcome
+          self._known[key] = outcome
+          if len(self._known) > self._limit:
+            self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+    finally:
+      if not lock.locked():
+        self._locks.pop(key, None)
 
 
 async def solve(

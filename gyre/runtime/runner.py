@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gyre.config import Config, ConfigError
-from gyre.envs import agent, scripted
+from gyre.envs import agent, scripted, verifier
 from gyre.envs.task import Task
 from gyre.envs.tasksets import shell
 from gyre.harness.render import Renderer
@@ -35,6 +35,7 @@ class Runner:
       ConfigError: worked examples are asked for of a kind that has none.
     """
     self._config, self._renderer = config, renderer
+    self._outcomes = verifier.KnownOutcomes()
     n = config.agent.examples
     self._easy = tuple(shell.example_tasks(n))
     self._of_kind: dict[str, tuple[Task, ...]] = {}
@@ -69,6 +70,7 @@ class Runner:
         sandbox=config.sandbox,
         agent=config.agent,
         deterministic=config.run.deterministic,
+        verify=self._outcomes.verify,
         engine=policy,
         renderer=self._renderer,
         rollout=config.rollout,

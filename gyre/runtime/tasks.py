@@ -37,6 +37,7 @@ class TaskSource:
     """
     self._tasks = config.tasks
     self._warm_kinds = config.warm_start.kinds or config.tasks.kinds
+    self._warm_site = None if config.warm_start.any_site else config.tasks.site
     self._dirs: dict[Split, list[pathlib.Path]] = {}
     if config.tasks.taskset == "shell":
       self.num_train, self.num_eval = config.tasks.num_train, config.eval.n
@@ -74,13 +75,14 @@ class TaskSource:
     """
     if split in self._dirs:
       return _load(str(self._dirs[split][index]))
-    t = self._tasks
+    t, warm = self._tasks, split == "warm"
     return shell.sample_task(
       t.seed * _SEED_STRIDE + index,
-      self._warm_kinds if split == "warm" else t.kinds,
+      self._warm_kinds if warm else t.kinds,
       min_turns=t.min_turns,
       max_turns=t.max_turns,
       split=split,
+      site=self._warm_site if warm else t.site,
     )
 
   def texts(self, n: int) -> Iterator[str]:

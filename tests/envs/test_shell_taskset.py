@@ -250,3 +250,20 @@ def test_a_task_is_a_harbor_directory_too(tmp_path):
   assert pathlib.Path(back.path, "tests/test.sh").read_bytes() == (
     task.tests["test.sh"].content
   )
+
+
+@pytest.mark.parametrize("kind", shell.CONVENTIONS)
+def test_a_site_has_one_convention_that_no_instruction_tells(kind):
+  def choices(site):
+    made = [shell.plan(kind, s, max_turns=1, site=site) for s in range(90)]
+    # Which of all sites' commands is the right one, by its place among them.
+    return {
+      instruction: sorted((*goal.wrong, *goal.turns)).index(goal.turns[0])
+      for (goal,), _, instruction in made
+    }
+
+  sites = [choices(site) for site in range(12)]
+  assert all(len(set(c.values())) == 1 for c in sites)
+  assert len({tuple(c) for c in sites}) == 1  # the same instructions
+  assert {v for c in sites for v in c.values()} == {0, 1, 2}
+  assert set(choices(None).values()) == {0, 1, 2}

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import pathlib
+import tempfile
 import time
 
 import pytest
@@ -335,3 +337,42 @@ def test_malformed_reports_are_one_line_errors(parse, data):
   with pytest.raises(reports.ReportError) as e:
     parse(data)
   assert "\n" not in str(e.value)
+
+
+def test_equal_workspaces_are_verified_once(bwrap_options):
+  # The last line printed tells one run of the tests from another.
+  task = make("cat x > /logs/verifier/reward.txt\n"
+              "cat /proc/sys/kernel/random/uuid", expected=())  # fmt: skip
+  known = verifier.KnownOutcomes(limit=2)
+
+  async def workspace(command):
+    box = await sandbox.open_sandbox(bwrap_options, task, deterministic=True)
+    try:
+      await box.run(command, 10)
+      return (await box.close_shell()).read_bytes()
+    finally:
+      await box.close()
+
+  async def main(directory):
+    paths = []
+    for i, command in enumerate(("echo 1 > x", "echo 1 > x", "echo 0 > x")):
+      paths.append(directory / f"{i}.tar")
+      paths[-1].write_bytes(await workspace(command))
+    refused = dataclasses.replace(bwrap_options, backends=("remote",))
+    failed = await known.verify(task, paths[0], refused, deterministic=True)
+
+    async def verify(i, **options):
+      return await known.verify(task, paths[i], bwrap_options, **options)
+
+    outcomes = await asyncio.gather(
+      *(verify(i, deterministic=True) for i in (0, 1, 2, 0))
+    )
+    return failed, outcomes, await verify(0), await verify(0)
+
+  with tempfile.TemporaryDirectory() as directory:
+    failed, outcomes, *anew = asyncio.run(main(pathlib.Path(directory)))
+  assert failed.status == "eval_failed"
+  assert [o.score for o in outcomes] == [1.0, 1.0, 0.0, 1.0]
+  assert outcomes[0] == outcomes[1] == outcomes[3]
+  # Where the mode is not deterministic each is a run of its own.
+  assert len({o.detail for o in (*outcomes, *anew)}) == 4

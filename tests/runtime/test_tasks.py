@@ -44,3 +44,17 @@ def test_the_warm_start_may_show_other_kinds():
 def test_an_unknown_kind_is_named(section):
   with pytest.raises(config.ConfigError, match="juggle"):
     _source(**{section: {"kinds": {"juggle": 1.0}}})
+
+
+def test_the_warm_start_may_show_the_conventions_of_any_site():
+  def commands(split, **warm_start):
+    source = _source(
+      tasks={"max_turns": 1, "kinds": {"project": 1.0}, "site": 3},
+      warm_start={"steps": 1, **warm_start},
+    )
+    turns = [source.get(split, i).solution_turns[0] for i in range(60)]
+    return {turn.split("/")[-1] for turn in turns}
+
+  assert commands("warm", any_site=True) == {"src", "lib", "code"}
+  assert len(commands("train", any_site=True)) == 1
+  assert commands("warm") == commands("train") == commands("eval")

@@ -53,8 +53,16 @@ class Draw:
     files: path -> file, the workspace drawn so far.
   """
 
-  def __init__(self, *key: object):
-    self._rng = random.Random("/".join(str(k) for k in key))
+  def __init__(self, *key: object, site: int | None = 0):
+    """Seeds the choices.
+
+    Args:
+      key: decides them all, but for conventions.
+      site: decides the conventions; None draws them anew for each task.
+    """
+    self._key = "/".join(str(k) for k in key)
+    self._site = self._key if site is None else str(site)
+    self._rng = random.Random(self._key)
     self._names: set[str] = set()
     self.files: dict[str, task_lib.FileSpec] = {}
 
@@ -69,6 +77,11 @@ class Draw:
   def pick(self, options: Sequence[T]) -> T:
     """One of `options`."""
     return options[self.below(len(options))]
+
+  def convention(self, what: str, options: Sequence[T]) -> T:
+    """The one of `options` that the site has for `what`."""
+    rng = random.Random(f"convention/{what}/{self._site}")
+    return options[int(rng.random() * len(options))]
 
   def sample(self, options: Sequence[T], n: int) -> list[T]:
     """`n` different ones of `options`, in random order."""

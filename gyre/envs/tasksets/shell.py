@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from gyre.envs import task as task_lib
-from gyre.envs.tasksets import files, goals, system, text
+from gyre.envs.tasksets import conventions, files, goals, system, text
 from gyre.envs.tasksets.goals import Draw, Goal
 
 Split = Literal["train", "eval", "warm", "example"]
@@ -91,6 +91,14 @@ _KINDS: dict[str, Kind] = {
   "script": _many(system.program),
   "json": _many(system.json),
   "process": _many(system.process),
+  "backup": _many(conventions.backup),
+  "discard": _many(conventions.discard),
+  "note": _many(conventions.note),
+  "runnable": _many(conventions.runnable),
+  "pack": _many(conventions.pack),
+  "listing": _many(conventions.listing),
+  "project": _many(conventions.project),
+  "finish": _many(conventions.finish),
   "orders": Kind(system.orders, 2),
   "trail": Kind(system.trail, 2),
   "mixed": Kind(_many(*_ALL).plan, 2),
@@ -98,6 +106,18 @@ _KINDS: dict[str, Kind] = {
 
 #: Names of all kinds.
 KINDS: tuple[str, ...] = tuple(_KINDS)
+
+#: Kinds whose instruction leaves something to the conventions of the site.
+CONVENTIONS: tuple[str, ...] = (
+  "backup",
+  "discard",
+  "note",
+  "runnable",
+  "pack",
+  "listing",
+  "project",
+  "finish",
+)
 
 #: Kinds whose one-turn tasks are one short command.
 EASY: tuple[str, ...] = (
@@ -153,6 +173,7 @@ def plan(
   min_turns: int = 1,
   max_turns: int = MAX_TURNS,
   split: Split | None = None,
+  site: int | None = 0,
 ) -> tuple[list[Goal], Draw, str]:
   """Goals, workspace and instruction of a task, before it is one.
 
@@ -165,7 +186,7 @@ def plan(
     raise ValueError(f"no split {split!r}; there are {tuple(_SHARES)}")
   turns = _turns(kind, seed, min_turns, max_turns)
   for attempt in itertools.count():
-    draw = Draw(kind, seed, turns, attempt)
+    draw = Draw(kind, seed, turns, attempt, site=site)
     made = _KINDS[kind].plan(draw, turns)
     words = ", then ".join(g.text for g in made)
     instruction = words[0].upper() + words[1:]
@@ -181,6 +202,7 @@ def make_task(
   min_turns: int = 1,
   max_turns: int = MAX_TURNS,
   split: Split | None = None,
+  site: int | None = 0,
 ) -> task_lib.Task:
   """Makes one task.
 
@@ -189,6 +211,8 @@ def make_task(
     seed: any integer; the same arguments give the same task, bit for bit.
     min_turns, max_turns: bounds of the length of the reference solution.
     split: only tasks of this split; None takes any.
+    site: whose conventions hold for what an instruction leaves open; None
+      draws them anew for each task.
 
   Returns:
     A Task with solution_turns, what each of them prints (metadata's
@@ -198,7 +222,12 @@ def make_task(
     ValueError: no such kind or split, or turns that it cannot have.
   """
   made, draw, instruction = plan(
-    kind, seed, min_turns=min_turns, max_turns=max_turns, split=split
+    kind,
+    seed,
+    min_turns=min_turns,
+    max_turns=max_turns,
+    split=split,
+    site=site,
   )
   solution = tuple(t for g in made for t in g.turns)
   assertions = goals.fold(made)
@@ -231,6 +260,7 @@ def sample_task(
   min_turns: int = 1,
   max_turns: int = MAX_TURNS,
   split: Split | None = None,
+  site: int | None = 0,
 ) -> task_lib.Task:
   """Makes a task of a random kind.
 
@@ -238,7 +268,7 @@ def sample_task(
     seed: decides the kind and the task.
     kinds: kind -> relative weight; empty or None means all that fit into
       max_turns, equally.
-    min_turns, max_turns, split: as for make_task.
+    min_turns, max_turns, split, site: as for make_task.
 
   Raises:
     ValueError: a weight is negative, none is positive, or as make_task.
@@ -257,7 +287,12 @@ def sample_task(
     if place < 0:
       break
   return make_task(
-    kind, seed, min_turns=min_turns, max_turns=max_turns, split=split
+    kind,
+    seed,
+    min_turns=min_turns,
+    max_turns=max_turns,
+    split=split,
+    site=site,
   )
 
 
@@ -296,6 +331,8 @@ def training_text(
 ) -> Iterator[str]:
   """Texts to learn a tokenizer from: `n` warm-start tasks and every word.
 
+  The tasks follow the conventions of all sites.
+
   Args:
     n: tasks to draw.
     kinds, min_turns, max_turns: as for sample_task.
@@ -309,6 +346,7 @@ def training_text(
         min_turns=min_turns,
         max_turns=max_turns,
         split="warm",
+        site=None,
       )
     )
   # As they stand in instructions and commands, after a space.
