@@ -457,21 +457,24 @@ class JaxEngine:
     lives, steps = self._sched.reserve(lives, steps)
     if not lives:
       return
-    place, load = self._places.place(lives, steps)
+    before = self._places.now
+    place, fresh = self._places.place(lives, steps)
+    if place is not before:
+      self._window = None  # before its successor takes memory
     if place is None:
-      self._window = None
       self._decode(lives, steps)
       return
+    count = len(place.lives)
+    if self._window is None:
+      self._window = self._programs.new_window(self._kv, count, place.size)
     skip = place.base // self._rollout.page_size
-    if load:
-      self._window = None  # before its successor takes memory
-      width = place.size // self._rollout.page_size
-      table = np.zeros((len(place.lives), width), np.int32)
-      for i, live in enumerate(lives):
-        own = live.pages[skip : skip + width]
-        table[i, : len(own)] = own
-      self._window = self._programs.load(self._kv, table, place.size)
-    rows = programs_lib.Rows.empty(len(place.lives), self._shapes.table_width)
+    width = place.size // self._rollout.page_size
+    for i in fresh:
+      table = np.zeros(width, np.int32)
+      own = place.lives[i].pages[skip : skip + width]
+      table[: len(own)] = own
+      self._window = self._programs.load(self._window, self._kv, table, i)
+    rows = programs_lib.Rows.empty(count, self._shapes.table_width)
     for i, live in enumerate(place.lives):
       if live is not None:
         self._fill(rows, i, live)

@@ -30,15 +30,15 @@ class Places:
     """windows: (rows, tokens) that are compiled."""
     self._windows = sorted(windows)
     self._page_size = page_size
-    self._now: Placement | None = None
+    self.now: Placement | None = None
 
   def clear(self) -> None:
     """The window's content is void."""
-    self._now = None
+    self.now = None
 
   def place(
     self, lives: Sequence[schedule.Live], steps: int
-  ) -> tuple[Placement | None, bool]:
+  ) -> tuple[Placement | None, list[int]]:
     """Finds each request a row with room for `steps` more tokens.
 
     Args:
@@ -46,33 +46,36 @@ class Places:
       steps: most tokens that each will feed.
 
     Returns:
-      The placement, None where no window is large enough, and whether the
-      window must be loaded: rows that only lost requests stay.
+      The placement, None where no window is large enough, and the rows to
+      load: all that are taken if the placement is a new one.
     """
-    ends = [len(x.ids) - 1 + min(steps, x.remaining) for x in lives]
+    longest = max(len(x.ids) - 1 + min(steps, x.remaining) for x in lives)
     rows = next((n for n, _ in self._windows if n >= len(lives)), 0)
-    now = self._now
+    now = self.now
     if (
       now is not None
       and len(now.lives) == rows
-      and max(ends) - now.base <= now.size
-      and set(lives) <= set(now.lives)
+      and longest - now.base <= now.size
+      and self._shared(lives) >= now.base
     ):
       now.lives = [x if x in lives else None for x in now.lives]
-      return now, False
-    base = self._shared(lives)
-    need = max(ends) - base
+      fresh = []
+      for live in lives:
+        if live not in now.lives:
+          fresh.append(now.lives.index(None))
+          now.lives[fresh[-1]] = live
+      return now, fresh
+    base = self._shared(lives) if len(lives) > 1 else 0
+    need = longest - base
     size = next((s for n, s in self._windows if n == rows and s >= need), 0)
-    self._now = None
+    self.now = None
     if size:
-      empty = [None] * (rows - len(lives))
-      self._now = Placement([*lives, *empty], size, base)
-    return self._now, True
+      spare = [None] * (rows - len(lives))
+      self.now = Placement([*lives, *spare], size, base)
+    return self.now, list(range(len(lives)))
 
   def _shared(self, lives: Sequence[schedule.Live]) -> int:
     """Tokens in full pages that all hold, before their last."""
-    if len(lives) < 2:
-      return 0
     size = self._page_size
     count = min((len(x.ids) - 1) // size for x in lives)
     first, *others = (x.pages for x in lives)

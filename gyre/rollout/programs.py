@@ -182,8 +182,15 @@ def _decode_window(
   return tuple(kv), tuple(windows), done, ids, logps
 
 
-def _load(kv, table, *, dtype):
-  return tuple(window.load(pages, table, dtype) for pages in kv)
+def _empty(kv, *, rows, tokens, dtype):
+  return tuple(window.empty(pages, rows, tokens, dtype) for pages in kv)
+
+
+def _load(windows, kv, table, row):
+  return tuple(
+    window.load(copy, pages, table, row)
+    for copy, pages in zip(windows, kv, strict=True)
+  )
 
 
 def _prefill(params, kv, table, tokens, start, count, *, cfg, block):
@@ -225,6 +232,7 @@ class Programs:
     self.device = device
     self.compilations = 0
     self._decode: dict[int, Any] = {}
+    self._empty: dict[tuple[int, int], Any] = {}
     self._load: dict[tuple[int, int], Any] = {}
     self._decode_window: dict[tuple[int, int], Any] = {}
     self._prefill: dict[tuple[int, int], Any] = {}
@@ -275,12 +283,14 @@ class Programs:
 
     common = abstract(np.zeros(s.table_width, np.int32))
     for rows, tokens in s.windows:
-      table = abstract(np.zeros((rows, tokens // s.page_size), np.int32))
-      load = functools.partial(_load, dtype=self.dtype)
+      size = {"rows": rows, "tokens": tokens, "dtype": self.dtype}
+      windows = jax.eval_shape(functools.partial(_empty, **size), kv)
+      windows = jax.tree.map(abstract, windows)
+      self._empty[rows, tokens] = self._compiled(_empty, (), (kv,), **size)
+      table = abstract(np.zeros(tokens // s.page_size, np.int32))
       self._load[rows, tokens] = self._compiled(
-        _load, (), (kv, table), dtype=self.dtype
+        _load, 0, (windows, kv, table, step)
       )
-      windows = jax.tree.map(abstract, jax.eval_shape(load, kv, table))
       self._decode_window[rows, tokens] = self._compiled(
         _decode_window,
         (1, 2),
@@ -340,19 +350,25 @@ class Programs:
     done = int(done)
     return kv, np.asarray(ids)[:done], np.asarray(logps)[:done]
 
-  def load(self, kv, table: np.ndarray, size: int):
-    """Copies rows out of their pages into a new window.
+  def new_window(self, kv, rows: int, tokens: int):
+    """An empty window, (keys, values) a layer, of a size in shapes.windows."""
+    return self._empty[rows, tokens](kv)
+
+  def load(self, windows, kv, table: np.ndarray, row: int):
+    """Copies a row out of its pages.
 
     Args:
+      windows: (donated).
       kv: the cache.
-      table: int32 [B, size // page_size], each row's pages from the window's
+      table: int32 [tokens // page_size], the row's pages from the window's
         first token on.
-      size: tokens a row; (B, size) in shapes.windows.
+      row: which row.
 
     Returns:
-      The window, (keys, values) a layer.
+      The window.
     """
-    return self._load[len(table), size](kv, table)
+    rows, _, _, tokens = windows[0][0].shape
+    return self._load[rows, tokens](windows, kv, table, np.int32(row))
 
   def decode_window(
     self,
@@ -369,15 +385,15 @@ class Programs:
 
     Args:
       params, kv, rows, steps, until_any: as in `decode`.
-      windows: from `load`, or the call before (donated).
+      windows: from `new_window`, loaded (donated).
       base: tokens that all rows share, in whole blocks; the window's first.
       common: int32 [W], the pages of those.
 
     Returns:
       The cache, the window, ids and log-probabilities as in `decode`.
     """
-    size = windows[0][0].shape[-1]
-    program = self._decode_window[len(rows.tokens), size]
+    tokens = windows[0][0].shape[-1]
+    program = self._decode_window[len(rows.tokens), tokens]
     kv, windows, done, ids, logps = program(
       params,
       kv,

@@ -25,23 +25,39 @@ Window = tuple[Array, Array]
 Recent = tuple[Array, Array]
 
 
+def empty(pages: paged.Pages, rows: int, size: int, dtype: jnp.dtype) -> Window:
+  """A window of `rows` rows of `size` tokens for keys and values like these."""
+  K, H = pages[0].shape[2:]
+  return jnp.zeros((rows, K, H, size), dtype), jnp.zeros(
+    (rows, K, size, H), dtype
+  )
+
+
 def load(
-  pages: paged.Pages, table: Int[Array, "B M"], dtype: jnp.dtype
+  window: Window,
+  pages: paged.Pages,
+  table: Int[Array, "M"],
+  row: Int[Array, ""],
 ) -> Window:
-  """Copies rows out of their pages.
+  """Copies one row out of its pages.
 
   Args:
+    window: of S = M * page tokens a row.
     pages: keys and values [P, page, K, H].
-    table: the pages of each row, from the window's first token on.
-    dtype: of the copy.
+    table: the row's pages, from the window's first token on.
+    row: which row.
 
   Returns:
-    Keys [B, K, H, S] and values [B, K, S, H], S = M * page.
+    The window.
   """
-  k, v = (paged.loaded(x[table]).astype(dtype) for x in pages)
-  B, M, size, K, H = k.shape
-  k = k.transpose(0, 3, 4, 1, 2).reshape(B, K, H, M * size)
-  return k, v.transpose(0, 3, 1, 2, 4).reshape(B, K, M * size, H)
+  k, v = window
+  new_k, new_v = (
+    paged.loaded(x[table]).reshape(-1, *x.shape[2:]).astype(k.dtype)
+    for x in pages
+  )
+  k = jax.lax.dynamic_update_index_in_dim(k, new_k.transpose(1, 2, 0), row, 0)
+  v = jax.lax.dynamic_update_index_in_dim(v, new_v.transpose(1, 0, 2), row, 0)
+  return k, v
 
 
 def no_recent(

@@ -24,18 +24,31 @@ def _live(tokens, pages, new=8):
   )
 
 
-def test_rows_that_only_lose_requests_stay():
-  lives = [_live(9, range(3 * i, 3 * i + 3)) for i in range(4)]
+def test_requests_stay_in_their_rows_and_new_ones_take_empty_rows():
+  lives = [_live(9, range(3 * i, 3 * i + 3)) for i in range(5)]
   where = places.Places([(2, 16), (4, 16)], SIZE)
-  first, load = where.place(lives, 2)
-  assert load and first.lives == lives and first.base == 0
-  same, load = where.place([lives[3], lives[0], lives[1]], 2)
-  assert not load
+  first, fresh = where.place(lives[:4], 2)
+  assert first.lives == lives[:4] and first.base == 0
+  assert fresh == [0, 1, 2, 3]
+  same, fresh = where.place([lives[3], lives[0], lives[1]], 2)
+  assert same is first and fresh == []
   assert same.lives == [lives[0], lives[1], None, lives[3]]
-  other, load = where.place([lives[0], lives[2], lives[3]], 2)
-  assert load and other.lives == [lives[0], lives[2], lives[3], None]
-  fewer, load = where.place(lives[:2], 2)
-  assert load and fewer.lives == lives[:2]
+  same, fresh = where.place([lives[0], lives[4], lives[2], lives[3]], 2)
+  assert same is first and fresh == [1, 2]
+  assert same.lives == [lives[0], lives[4], lives[2], lives[3]]
+  fewer, fresh = where.place(lives[:2], 2)
+  assert fewer is not first and fresh == [0, 1]
+  assert fewer.lives == lives[:2]
+
+
+def test_a_newcomer_that_does_not_share_the_prefix_moves_everyone():
+  twins = [_live(13, [7, 8, 9, 10 + i]) for i in range(3)]
+  where = places.Places([(4, 16)], SIZE)
+  first, _ = where.place(twins[:2], 2)
+  assert where.place(twins, 2) == (first, [2])
+  assert where.place(twins[2:], 2) == (first, [])
+  other, fresh = where.place([*twins[:2], _live(5, [1, 2])], 2)
+  assert other.base == 0 and fresh == [0, 1, 2]
 
 
 def test_a_row_that_outgrows_its_window_moves_to_a_longer_one():
@@ -43,10 +56,10 @@ def test_a_row_that_outgrows_its_window_moves_to_a_longer_one():
   where = places.Places([(1, 16), (1, 32)], SIZE)
   assert where.place([live], 2)[0].size == 16
   live.ids.append(0)
-  longer, load = where.place([live], 2)
-  assert load and longer.size == 32
+  longer, fresh = where.place([live], 2)
+  assert longer.size == 32 and fresh == [0]
   live.ids += [0] * 17
-  assert where.place([live], 2) == (None, True)
+  assert where.place([live], 2)[0] is None
 
 
 def test_shared_pages_before_the_last_token_stay_out_of_the_window():
@@ -59,6 +72,13 @@ def test_shared_pages_before_the_last_token_stay_out_of_the_window():
   assert where.place(short, 4)[0].base == 8
   where.clear()
   assert where.place(twins[:1], 4)[0].base == 0
+
+
+def _loaded(pages, table):
+  copy = window.empty(pages, len(table), table.shape[1] * SIZE, jnp.float32)
+  for i, row in enumerate(table):
+    copy = window.load(copy, pages, row, i)
+  return copy
 
 
 @pytest.mark.parametrize(
@@ -78,7 +98,7 @@ def test_decoding_over_a_window_equals_decoding_over_pages(options, shared):
     jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)
   )
   own = table[:, shared // SIZE :][:, : size // SIZE + 2]
-  copy = window.load(pages, own, jnp.float32)
+  copy = _loaded(pages, own)
   recent = window.no_recent(copy, steps)
   state, expected = (recent, copy, pages), pages
   call = functools.partial(dict, scale=0.3, **options)
@@ -95,7 +115,7 @@ def test_decoding_over_a_window_equals_decoding_over_pages(options, shared):
   # What the dispatch fed is in the window afterwards, but for rows that ended.
   fed = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 1]], bool)
   kept = window.append(state[1], state[0], held - shared, fed)
-  again = window.load(expected, own, jnp.float32)
+  again = _loaded(expected, own)
   for got, want, axis in zip(kept, again, (3, 2), strict=True):
     for b, n in enumerate(held - shared + fed.sum(1)):
       np.testing.assert_array_equal(
