@@ -42,9 +42,12 @@ class Runner:
     if config.agent.examples_of == "kind":
       for kind in sorted(_kinds(config)):
         try:
-          self._of_kind[kind] = tuple(shell.example_tasks(n, kinds=(kind,)))
+          examples = shell.example_tasks(
+            n, kinds=(kind,), site=config.tasks.site
+          )
         except ValueError as error:
           raise ConfigError(f"agent.examples_of 'kind': {error}") from None
+        self._of_kind[kind] = tuple(examples)
 
   def _examples(self, task: Task) -> tuple[Task, ...]:
     if self._config.agent.examples_of == "kind":

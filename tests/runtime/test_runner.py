@@ -59,6 +59,24 @@ def test_examples_of_the_task_s_kind():
     assert all("-example-" in t.task_id for t in examples)
 
 
+def test_examples_follow_the_site():
+  commands = set()
+  for site in range(6):
+    cfg = _config(kinds=("backup",), site=site)
+    run = Runner(cfg, _renderer())(None, 1.0)
+    task = TaskSource(cfg).get("train", 0)
+    (dispatch,) = collect.dispatches(Group("g", 0, task.task_id), task, 1, 0)
+    said = [
+      m["content"]
+      for m in asyncio.run(run(dispatch)).messages
+      if m["role"] == "assistant"
+    ]
+    endings = {command.rpartition(".")[2] for command in said}
+    assert len(said) == 4 and len(endings) == 1
+    commands |= endings
+  assert len(commands) > 1
+
+
 def test_easy_examples_are_the_same_for_all():
   (_, first), (_, second) = _played(_config("easy"), (0, 1))
   assert first == second == [t.instruction for t in shell.example_tasks(3)]

@@ -297,7 +297,7 @@ def sample_task(
 
 
 def example_tasks(
-  n: int, *, seed: int = 0, kinds: Sequence[str] = EASY
+  n: int, *, seed: int = 0, kinds: Sequence[str] = EASY, site: int | None = 0
 ) -> list[task_lib.Task]:
   """`n` one-turn tasks of the example split, for worked examples.
 
@@ -305,7 +305,9 @@ def example_tasks(
   """
   order = Draw("examples", seed).sample(kinds, len(kinds))
   return [
-    make_task(order[i % len(order)], seed + i, max_turns=1, split="example")
+    make_task(
+      order[i % len(order)], seed + i, max_turns=1, split="example", site=site
+    )
     for i in range(n)
   ]
 
