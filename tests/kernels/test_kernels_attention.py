@@ -17,8 +17,8 @@ module = importlib.import_module("gyre_kernels.attention")
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
   """Blocks small enough that small shapes have several, and tails."""
-  monkeypatch.setattr(module, "_BLOCK_Q", 8)
-  monkeypatch.setattr(module, "_BLOCK_K", 16)
+  for name in ("_PLAIN", "_TREE"):
+    monkeypatch.setattr(module, name, (8, 16, 2**19))
   monkeypatch.setattr(module, "_MIN_BLOCK", 8)
 
 
@@ -296,8 +296,8 @@ def test_block_sizes_do_not_matter(blocks, monkeypatch):
   end = jnp.asarray(np.stack([random_tree(s, 41)[1] for s in (1, 2)]))
   kwargs = {"subtree_end": end, "window": (9, None)}
   wanted = _results(reference.attention, args, None, kwargs)
-  monkeypatch.setattr(module, "_BLOCK_Q", blocks[0])
-  monkeypatch.setattr(module, "_BLOCK_K", blocks[1])
+  for name in ("_PLAIN", "_TREE"):
+    monkeypatch.setattr(module, name, (*blocks, 2**19))
   _assert_equal(_results(attention, args, None, kwargs), wanted)
 
 
@@ -411,8 +411,8 @@ def test_split_keys_merge_to_the_whole_with_gradients():
 
 
 def test_memory_is_linear_in_length(monkeypatch):
-  monkeypatch.setattr(module, "_BLOCK_Q", 128)
-  monkeypatch.setattr(module, "_BLOCK_K", 128)
+  for name in ("_PLAIN", "_TREE"):
+    monkeypatch.setattr(module, name, (128, 128, 2**19))
 
   def temporary(length):
     args = _qkv(0, 1, length, length, 2, 1, 16)
