@@ -31,7 +31,7 @@ MODEL = {
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 30, "deterministic": True},
+    run={"steps": 32, "deterministic": True},
     model={"hf_config": MODEL},
     tokenizer={"source": "train", "vocab_size": 1024},
     tasks={"kinds": dict.fromkeys(shell.CONVENTIONS, 1.0), "max_turns": 1},
@@ -57,10 +57,10 @@ def get_config():
       "micro_rows": 4,
       "row_tokens": 512,
     },
-    optim={"lr": 3e-4, "warmup_steps": 10},
-    eval={"every": 15, "n": 128},
+    optim={"lr": 3e-4, "warmup_steps": 20},
+    eval={"every": 16, "n": 128},
     warm_start={
-      "steps": 360,
+      "steps": 380,
       "tasks": 512,
       "any_site": True,
       "rows": 2,
