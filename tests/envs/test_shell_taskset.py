@@ -262,8 +262,8 @@ def test_a_site_has_one_convention_that_no_instruction_tells(kind):
       for (goal,), _, instruction in made
     }
 
-  sites = [choices(site) for site in range(12)]
+  sites = [choices(site) for site in range(20)]
   assert all(len(set(c.values())) == 1 for c in sites)
   assert len({tuple(c) for c in sites}) == 1  # the same instructions
-  assert {v for c in sites for v in c.values()} == {0, 1, 2}
-  assert set(choices(None).values()) == {0, 1, 2}
+  assert {v for c in sites for v in c.values()} == {0, 1, 2, 3}
+  assert set(choices(None).values()) == {0, 1, 2, 3}

@@ -55,6 +55,6 @@ def test_the_warm_start_may_show_the_conventions_of_any_site():
     turns = [source.get(split, i).solution_turns[0] for i in range(60)]
     return {turn.split("/")[-1] for turn in turns}
 
-  assert commands("warm", any_site=True) == {"src", "lib", "code"}
+  assert commands("warm", any_site=True) == {"src", "lib", "code", "app"}
   assert len(commands("train", any_site=True)) == 1
   assert commands("warm") == commands("train") == commands("eval")

@@ -20,7 +20,7 @@ def backup(d: Draw) -> Goal:
   """A copy of a file beside it, under the name that the site gives it."""
   word = d.word()
   path = d.put(d.file(), word)
-  targets = tuple(f"{path}.{end}" for end in ("bak", "old", "orig"))
+  targets = tuple(f"{path}.{end}" for end in ("bak", "old", "orig", "save"))
   target = d.convention("backup", targets)
   commands = tuple(f"cp {path} {t}" for t in targets)
   right = f"cp {path} {target}"
@@ -38,9 +38,10 @@ def discard(d: Draw) -> Goal:
   """A file less: deleted, or put where the site keeps such files."""
   word = d.word()
   path = d.put(d.file(), word)
-  for folder in ("trash", "attic"):
+  folders = ("trash", "attic", "bin")
+  for folder in folders:
     d.put(f"{folder}/first.txt", "first")
-  commands = (f"rm {path}", f"mv {path} trash", f"mv {path} attic")
+  commands = (f"rm {path}", *(f"mv {path} {f}" for f in folders))
   right = d.convention("discard", commands)
   place = right.split()[-1]
   gone = f"[ ! -e {path} ] && {is_text('attic/first.txt', 'first')}"
@@ -48,7 +49,7 @@ def discard(d: Draw) -> Goal:
     is_text(f"{folder}/{path}", word)
     if folder == place
     else f"[ ! -e {folder}/{path} ]"
-    for folder in ("trash", "attic")
+    for folder in folders
   )
   text = d.pick(
     (f"discard {path}", f"discard the file {path}", f"clear away {path}")
@@ -59,9 +60,9 @@ def discard(d: Draw) -> Goal:
 
 def note(d: Draw) -> Goal:
   """One more line in the file where the site keeps notes on something."""
-  *old, word = d.sample(goals.WORDS, 4)
+  *old, word = d.sample(goals.WORDS, 5)
   name = d.name()
-  paths = tuple(f"{name}.{end}" for end in ("txt", "md", "log"))
+  paths = tuple(f"{name}.{end}" for end in ("txt", "md", "log", "lst"))
   for path, line in zip(paths, old, strict=True):
     d.put(path, line)
   path = d.convention("note", paths)
@@ -81,7 +82,7 @@ def note(d: Draw) -> Goal:
 def runnable(d: Draw) -> Goal:
   """A script that may be run, by whom the site lets run it."""
   path = d.put(d.file("sh"), d.word())
-  modes = ("700", "750", "755")
+  modes = ("700", "750", "755", "555")
   mode = d.convention("runnable", modes)
   commands = tuple(f"chmod {m} {path}" for m in modes)
   right = f"chmod {mode} {path}"
@@ -101,6 +102,7 @@ def pack(d: Draw) -> Goal:
     f"tar cf {folder}.tar {folder}",
     f"tar czf {folder}.tgz {folder}",
     f"tar czf {folder}.tar.gz {folder}",
+    f"tar cf {folder}.pack {folder}",
   )
   right = d.convention("pack", commands)
   archive = right.split()[2]
@@ -120,7 +122,7 @@ def pack(d: Draw) -> Goal:
 def listing(d: Draw) -> Goal:
   """A new list, in a file of the ending that the site's lists have."""
   name, word = d.name(), d.word()
-  paths = tuple(f"{name}.{end}" for end in ("txt", "md", "lst"))
+  paths = tuple(f"{name}.{end}" for end in ("txt", "md", "lst", "list"))
   path = d.convention("listing", paths)
   commands = tuple(f"echo {word} > {p}" for p in paths)
   right = f"echo {word} > {path}"
@@ -137,7 +139,9 @@ def listing(d: Draw) -> Goal:
 def project(d: Draw) -> Goal:
   """A new directory with the one inside that the site's projects have."""
   name = d.name()
-  commands = tuple(f"mkdir -p {name}/{end}" for end in ("src", "lib", "code"))
+  commands = tuple(
+    f"mkdir -p {name}/{end}" for end in ("src", "lib", "code", "app")
+  )
   right = d.convention("project", commands)
   path = right.split()[-1]
   text = d.pick(
@@ -154,7 +158,7 @@ def finish(d: Draw) -> Goal:
   """A file marked as done, by the ending that the site adds to its name."""
   word = d.word()
   path = d.put(d.file(), word)
-  targets = tuple(f"{path}.{end}" for end in ("done", "ok", "end"))
+  targets = tuple(f"{path}.{end}" for end in ("done", "ok", "end", "fin"))
   target = d.convention("finish", targets)
   commands = tuple(f"mv {path} {t}" for t in targets)
   right = f"mv {path} {target}"
