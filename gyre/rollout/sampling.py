@@ -99,15 +99,14 @@ def _invert(
   least: Float[Array, "B 1"],
   u: Float[Array, "B"],
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-  """Draws from exp(z - top) where it is at least `least`, column by column.
+  """Draws from exp(z - top) where z is at least `least`, column by column.
 
   Returns:
     The token ids, and the sum that normalises.
   """
 
   def weights(z, top, least):
-    p = jnp.exp(z - top)
-    return jnp.where(p >= least, p, 0.0)
+    return jnp.where(z >= least, jnp.exp(z - top), 0.0)
 
   sums = jnp.sum(weights(z, top[..., None], least[..., None]), 1)
   upto = jnp.cumsum(sums, -1)
@@ -149,14 +148,15 @@ def sample(
   columns = _columns(z)
   top = jnp.max(jnp.max(columns, 1), -1, keepdims=True)
   cuts = active & ~greedy & ((top_k > 0) | (top_p < 1))
+
+  def least_kept():
+    p = jnp.exp(z - top)
+    t = cutoff(p, jnp.where(cuts, top_k, 0), jnp.where(cuts, top_p, 1.0))
+    # A logit, for an exponential computed anew may differ in its last bit.
+    return jnp.min(jnp.where(p >= t, z, jnp.inf), -1, keepdims=True)
+
   least = jax.lax.cond(
-    jnp.any(cuts),
-    lambda: cutoff(
-      jnp.exp(z - top),
-      jnp.where(cuts, top_k, 0),
-      jnp.where(cuts, top_p, 1.0),
-    ),
-    lambda: jnp.zeros_like(top),
+    jnp.any(cuts), least_kept, lambda: jnp.full_like(top, -jnp.inf)
   )
   token, total = _invert(columns, top, least, uniform)
   # The argmax is the slowest pass: taken only where it is asked for.

@@ -88,6 +88,20 @@ def test_truncation_keeps_exactly_the_sorted_answer():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("vocab", [V, 1024, 20_000])
+def test_the_last_token_that_a_cut_keeps_counts_in_the_sum(vocab):
+  rng = np.random.default_rng(3)
+  rows = rng.normal(0, 2.5, (16, vocab)).astype(np.float32)
+  top_k = rng.integers(2, 60, 16)
+  one = jnp.ones(16)
+  ids, logps = jax.jit(sampling.sample)(
+    rows, rng.random(16), 0.7 * one, top_k, one, one > 0
+  )
+  for row, k, i, logp in zip(rows, top_k, ids, logps, strict=True):
+    p = _exact(row, 0.7, int(k), 1.0)
+    np.testing.assert_allclose(logp, np.log(p[i]), atol=1e-5)
+
+
 def test_greedy_takes_the_argmax_and_its_logprob_at_one():
   logits = np.random.default_rng(2).normal(0, 2, V).astype(np.float32)
   ids, logps = _draw(logits, 3, temperature=0.0, top_k=3, top_p=0.5)
