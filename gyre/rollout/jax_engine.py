@@ -10,10 +10,10 @@ of a prompt or sampled, is one row of one program of one shape. XLA's CPU
 matrix products give a row the same bits whatever the other rows hold and
 wherever it stands, when the shape is the same; attention reads keys in fixed
 blocks of absolute positions, where blocks unseen by a row leave its sums
-unchanged; the vocabulary is summed in fixed blocks. So neither the other
+unchanged; the vocabulary is summed over fixed columns. So neither the other
 requests, nor a prefix-cache hit, nor where a prompt was cut, preempted or
-resumed changes a bit. Otherwise prefill runs in wide chunks and decode in the
-smallest batch that fits, and equality holds to rounding.
+resumed changes a bit. Otherwise prefill runs in wide chunks, decode in the
+smallest window that fits, else over the pages, and equality holds to rounding.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ class JaxEngine:
     for live in self._by_name.values():
       live.sink.fail(self._down())
     self._by_name.clear()
+    self._places.clear()
     self._kv = self._params = self._window = None
 
   def _idle(self) -> bool:

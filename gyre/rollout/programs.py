@@ -386,8 +386,9 @@ class Programs:
     Args:
       params, kv, rows, steps, until_any: as in `decode`.
       windows: from `new_window`, loaded (donated).
-      base: tokens that all rows share, in whole blocks; the window's first.
-      common: int32 [W], the pages of those.
+      base: tokens that all rows share, in whole pages; the window's first
+        token stands there.
+      common: int32 [W], the pages of those tokens, padded with 0.
 
     Returns:
       The cache, the window, ids and log-probabilities as in `decode`.

@@ -65,8 +65,8 @@ def no_recent(
 ) -> tuple[Float[Array, "T B K H"], Float[Array, "T B K H"]]:
   """Room for the keys and values of a dispatch's steps."""
   B, K, _, H = window[1].shape
-  empty = jnp.zeros((steps, B, K, H), window[1].dtype)
-  return empty, empty
+  room = jnp.zeros((steps, B, K, H), window[1].dtype)
+  return room, room
 
 
 def append(
