@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import logging
 import pathlib
+import weakref
 
 from gyre import config, types
 from gyre.envs import reports, sandbox, snapshot
@@ -189,7 +190,7 @@ async def verify(
     task: with its tests, and `expected` where it is known.
     workspace: the tar that Sandbox.close_shell kept, or None.
     options: the configuration's section.
-    deterministic: house.md's mode.
+    deterministic: as in sandbox.open_sandbox.
 
   Returns:
     An Outcome: "scored" (0 included); "no_artifact", score 0, when there is
@@ -216,19 +217,33 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# Task directory or "", task id, digest of the workspace.
+_Key = tuple[str, str, str]
+
+
 class KnownOutcomes:
   """Verifies each workspace of a task once, for deterministic mode.
 
   There the verifier sees nothing but the task and the workspace, so equal
   workspaces have equal outcomes; the executions of a group often end in the
-  same one. A failed evaluation is not remembered.
+  same one. A failed evaluation is not remembered. One instance serves one run:
+  a task is known by its directory and its id.
   """
 
   def __init__(self, limit: int = 4096):
-    """Remembers the `limit` outcomes asked for last."""
+    """Remembers the `limit` outcomes asked for last.
+
+    Raises:
+      ValueError: the limit is not positive.
+    """
+    if limit < 1:
+      raise ValueError(f"limit {limit} must be positive")
     self._limit = limit
-    self._locks: dict[tuple[str, str], asyncio.Lock] = {}
-    self._known: collections.OrderedDict[tuple[str, str], types.Outcome] = (
+    # A lock lives as long as someone holds it or waits for it.
+    self._locks: weakref.WeakValueDictionary[_Key, asyncio.Lock] = (
+      weakref.WeakValueDictionary()
+    )
+    self._known: collections.OrderedDict[_Key, types.Outcome] = (
       collections.OrderedDict()
     )
 
@@ -243,22 +258,19 @@ class KnownOutcomes:
     """As `verify`; only one of equal calls at the same time runs the tests."""
     if not deterministic or workspace is None or not workspace.exists():
       return await verify(task, workspace, options, deterministic=deterministic)
-    key = (task.task_id, await asyncio.to_thread(_digest, workspace))
+    digest = await asyncio.to_thread(_digest, workspace)
+    key = (task.path, task.task_id, digest)
     lock = self._locks.setdefault(key, asyncio.Lock())
-    try:
-      async with lock:
-        if key not in self._known:
-          outcome = await verify(task, workspace, options, deterministic=True)
-          if outcome.status == "eval_failed":
-            return outcome
-          self._known[key] = outcome
-          if len(self._known) > self._limit:
-            self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
-    finally:
-      if not lock.locked():
-        self._locks.pop(key, None)
+    async with lock:
+      if key not in self._known:
+        outcome = await verify(task, workspace, options, deterministic=True)
+        if outcome.status == "eval_failed":
+          return outcome
+        self._known[key] = outcome
+        if len(self._known) > self._limit:
+          self._known.popitem(last=False)
+      self._known.move_to_end(key)
+      return self._known[key]
 
 
 async def solve(

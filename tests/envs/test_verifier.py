@@ -376,3 +376,101 @@ def test_equal_workspaces_are_verified_once(bwrap_options):
   assert outcomes[0] == outcomes[1] == outcomes[3]
   # Where the mode is not deterministic each is a run of its own.
   assert len({o.detail for o in (*outcomes, *anew)}) == 4
+
+
+def _verify_all(known, calls, options, tmp_path):
+  """Outcomes of (task, bytes of the workspace) each, asked for at once."""
+
+  async def main():
+    requests = []
+    for i, (task, content) in enumerate(calls):
+      path = tmp_path / f"{i}.tar"
+      path.write_bytes(content)
+      requests.append(known.verify(task, path, options, deterministic=True))
+    return await asyncio.gather(*requests)
+
+  return asyncio.run(main())
+
+
+def _empty_workspace(options):
+  async def main():
+    box = await sandbox.open_sandbox(options, make(""), deterministic=True)
+    try:
+      return (await box.close_shell()).read_bytes()
+    finally:
+      await box.close()
+
+  return asyncio.run(main())
+
+
+def test_tasks_of_one_id_in_two_directories_are_two(local_options, tmp_path):
+  scripts = [f"echo {n} > /logs/verifier/reward.txt" for n in (0, 1)]
+  tasks = [
+    make(script, expected=(), path=f"tasks/{i}")
+    for i, script in enumerate(scripts)
+  ]
+  workspace = _empty_workspace(local_options)
+  outcomes = _verify_all(
+    verifier.KnownOutcomes(),
+    [(task, workspace) for task in tasks],
+    local_options,
+    tmp_path,
+  )
+  assert [o.score for o in outcomes] == [0.0, 1.0]
+
+
+def test_equal_workspaces_wait_for_each_other_after_a_failure(
+  local_options, tmp_path, monkeypatch
+):
+  running, most, count = 0, 0, 0
+  run = verifier.run_tests
+
+  async def counted(*args, **kwargs):
+    nonlocal running, most, count
+    running, count = running + 1, count + 1
+    most = max(most, running)
+    try:
+      return await run(*args, **kwargs)
+    finally:
+      running -= 1
+
+  monkeypatch.setattr(verifier, "run_tests", counted)
+  known = verifier.KnownOutcomes()
+  task = make("exit 127", expected=())
+  workspace = _empty_workspace(local_options)
+
+  async def again(path, left):
+    outcome = await known.verify(task, path, local_options, deterministic=True)
+    if left:
+      await again(path, left - 1)
+    assert outcome.status == "eval_failed"
+
+  async def main():
+    path = tmp_path / "same.tar"
+    path.write_bytes(workspace)
+    await asyncio.gather(*(again(path, 1) for _ in range(3)))
+
+  asyncio.run(main())
+  assert (count, most) == (6, 1)
+
+
+def test_the_outcomes_asked_for_last_are_kept(
+  local_options, tmp_path, monkeypatch
+):
+  seen = []
+  run = verifier.run_tests
+
+  async def counted(task, *args, **kwargs):
+    seen.append(task.task_id)
+    return await run(task, *args, **kwargs)
+
+  monkeypatch.setattr(verifier, "run_tests", counted)
+  known = verifier.KnownOutcomes(limit=2)
+  workspace = _empty_workspace(local_options)
+  task = make("true", expected=())
+  for name in "abacb":
+    one = dataclasses.replace(task, task_id=name)
+    _verify_all(known, [(one, workspace)], local_options, tmp_path)
+  assert "".join(seen) == "abcb"
+  with pytest.raises(ValueError, match="limit 0"):
+    verifier.KnownOutcomes(limit=0)
