@@ -20,7 +20,9 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """seed; steps: optimizer steps; deterministic: house.md's mode."""
+  """seed; steps: optimizer steps; deterministic: all metrics but times are
+  equal bit for bit from run to run, also of one that was killed and resumed.
+  """
 
   seed: int = 0
   steps: int = 100
@@ -146,8 +148,9 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """rl_math.md by name. micro_rows rows of row_tokens tokens a micro-step.
+  """The objective (gyre.learner.advantages and losses say each in full).
 
+  micro_rows rows of row_tokens tokens make a micro-step.
   shuffle_advantages: a control: the advantages of a step are permuted over
   its executions, so that nothing can be learned from them.
   """

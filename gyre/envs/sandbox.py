@@ -179,7 +179,7 @@ async def open_sandbox(
   Args:
     options: the configuration's section; its backends are tried in order.
     task: its files become the workspace.
-    deterministic: house.md's mode.
+    deterministic: fixed clock and times, limits in CPU seconds.
 
   Returns:
     A started Sandbox. Close it.

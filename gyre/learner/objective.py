@@ -256,7 +256,7 @@ def objective(
 
 
 def metrics(counts: Counts) -> dict[str, Any]:
-  """Metric names of house.md from the counts of a whole batch."""
+  """The metrics by name, from the counts of a whole batch."""
   over_loss = jnp.maximum(counts.denominator, 1)
   over_tokens = jnp.maximum(counts.tokens, 1)
   s = counts.sums

@@ -159,7 +159,7 @@ class Trainer:
       packed: its micro-steps; none leaves the state as it is.
 
     Returns:
-      Metrics of house.md, means over the updates; mismatch and staleness are
+      loss/*, ratio/*, mismatch/* and so on, means over the updates; mismatch and staleness are
       those of the first.
     """
     if not packed.batches:

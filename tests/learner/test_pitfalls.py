@@ -1,4 +1,4 @@
-"""What other trainers' users reported (rl_math.md), at the learner's level.
+"""What other trainers' users reported, at the learner's level.
 
 Pitfalls 3 and 5 are in test_packing.py and test_chain.py, 6 in test_optim.py,
 9 in test_advantages.py and test_score.py, 7 with the checkpoints.
