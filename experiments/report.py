@@ -42,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     title = args.title or args.out.name
     text = report.markdown(named, title, f"{args.out.name}.svg")
     image = report.figure(named, title)
-  except (runs.RunError, StoreError) as error:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_name(f"{args.out.name}.md").write_text(text)
+    args.out.with_name(f"{args.out.name}.svg").write_text(image)
+  except (runs.RunError, StoreError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  args.out.parent.mkdir(parents=True, exist_ok=True)
-  args.out.with_name(f"{args.out.name}.md").write_text(text)
-  args.out.with_name(f"{args.out.name}.svg").write_text(image)
   for run in named:
     g = runs.gain(run)
     low, high = g.gain_ci

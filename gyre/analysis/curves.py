@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+#: Most curves that one figure tells apart.
+MAX_CURVES = len(_COLORS)
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 40, 48
 
@@ -45,7 +47,7 @@ def svg(
   dots with the interval as a bar.
 
   Args:
-    curves: at most four.
+    curves: at most MAX_CURVES; values in [0, 1].
     title, x_label, y_label: plain text.
 
   Returns:
@@ -54,8 +56,8 @@ def svg(
   Raises:
     ValueError: more curves than colours, or no point at all.
   """
-  if len(curves) > len(_COLORS):
-    raise ValueError(f"{len(curves)} curves, at most {len(_COLORS)}")
+  if len(curves) > MAX_CURVES:
+    raise ValueError(f"{len(curves)} curves, at most {MAX_CURVES}")
   xs = [x for c in curves for x in (*c.x, *(m[0] for m in c.marks))]
   if not xs:
     raise ValueError("no point to draw")
@@ -76,13 +78,14 @@ def svg(
     return f'<polyline points="{points}" fill="none" {look}/>'
 
   middle = 'text-anchor="middle"'
+  turned = f"rotate(-90 14 {_HEIGHT / 2})"
   out = [
     f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
     f'height="{_HEIGHT}" font-family="sans-serif" font-size="13">',
     f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
     text(_WIDTH / 2, 20, title, middle + ' font-size="15"'),
     text(_WIDTH / 2, _HEIGHT - 8, x_label, middle),
-    text(14, _HEIGHT / 2, y_label, f'{middle} transform="rotate(-90 14 200)"'),
+    text(14, _HEIGHT / 2, y_label, f'{middle} transform="{turned}"'),
   ]
   for i in range(6):
     y = py(i / 5)

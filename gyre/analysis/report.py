@@ -32,8 +32,35 @@ def _seconds(run: Run) -> tuple[float, float]:
   return steps, sum(row.get("perf/eval_s") or 0.0 for row in run.rows)
 
 
+def _by_kind(named: Sequence[Run]) -> list[list[str]]:
+  """A row a kind; an empty cell where a run has no task of it to pair."""
+  rows = []
+  for kind in sorted({k for run in named for k in runs.kinds(run)}):
+    row = [kind]
+    for run in named:
+      if runs.paired(run, f"{kind}-"):
+        g = runs.gain(run, f"{kind}-")
+        row.append(f"{g.before:.2f} -> {g.after:.2f} (n {g.n})")
+      else:
+        row.append("")
+    rows.append(row)
+  return rows
+
+
 def figure(named: Sequence[Run], title: str) -> str:
-  """Returns the SVG of training rewards and held-out evaluations."""
+  """Returns the SVG of training rewards and held-out evaluations.
+
+  Args:
+    named: runs, at most curves.MAX_CURVES.
+    title: its heading.
+
+  Raises:
+    RunError: too many runs.
+  """
+  if len(named) > curves.MAX_CURVES:
+    raise runs.RunError(
+      f"{len(named)} runs, a figure has room for {curves.MAX_CURVES}"
+    )
   drawn = []
   for run in named:
     points = _training(run)
@@ -59,7 +86,7 @@ def markdown(named: Sequence[Run], title: str, image: str) -> str:
   """Returns the report.
 
   Args:
-    named: runs with at least two evaluations each, of the same tasks.
+    named: runs with at least two evaluations each.
     title: its heading.
     image: path of the figure, relative to the report.
 
@@ -92,15 +119,7 @@ def markdown(named: Sequence[Run], title: str, image: str) -> str:
     "By kind of task, before -> after:",
     "",
   ]
-  kinds = sorted({k for run in named for k in runs.kinds(run)})
-  rows = []
-  for kind in kinds:
-    row = [kind]
-    for run in named:
-      g = runs.gain(run, f"{kind}-")
-      row.append(f"{g.before:.2f} -> {g.after:.2f} (n {g.n})")
-    rows.append(row)
-  out += _table(["kind", *(run.name for run in named)], rows)
+  out += _table(["kind", *(run.name for run in named)], _by_kind(named))
   out += ["", "Mean training reward by step:", ""]
   by_run = [dict(_training(run)) for run in named]
   steps = sorted({s for one in by_run for s in one})

@@ -79,15 +79,22 @@ def load(directory: pathlib.Path, name: str = "") -> Run:
     head = json.loads((directory / "config.json").read_text())
     lines = (directory / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     rows = tuple(json.loads(line) for line in lines)
-  except FileNotFoundError as error:
-    raise RunError(f"{directory} holds no run: no {error.filename}") from None
+  except OSError as error:
+    raise RunError(
+      f"{directory} holds no run: {error.strerror}: {error.filename}"
+    ) from None
   except ValueError as error:
     raise RunError(f"{directory}: a file is not JSON: {error}") from None
-  config = head["config"]
+  try:
+    config, versions = head["config"], head["versions"]
+    score = config["learner"]["score"]
+  except (KeyError, TypeError):
+    raise RunError(
+      f"{directory}/config.json lacks config.learner.score or versions"
+    ) from None
   with RolloutStore(directory / "rollouts.sqlite", readonly=True) as store:
-    held_out = _held_out(store, config["learner"]["score"])
-  name = name or directory.name
-  return Run(name, config, head["versions"], rows, held_out)
+    held_out = _held_out(store, score)
+  return Run(name or directory.name, config, versions, rows, held_out)
 
 
 def _held_out(store: RolloutStore, score: str) -> dict[int, dict[str, float]]:
@@ -122,7 +129,7 @@ def gain(run: Run, tasks: str = "") -> Gain:
   if len(steps) < 2:
     raise RunError(f"{run.name} has {len(steps)} evaluations, a gain needs 2")
   first, last = run.held_out[steps[0]], run.held_out[steps[-1]]
-  names = sorted(t for t in first.keys() & last.keys() if t.startswith(tasks))
+  names = paired(run, tasks)
   if not names:
     raise RunError(f"{run.name}: no task {tasks!r} in both evaluations")
   before = np.array([first[t] for t in names])
@@ -137,6 +144,19 @@ def gain(run: Run, tasks: str = "") -> Gain:
     gain=float((after - before).mean()),
     gain_ci=_interval(after - before),
   )
+
+
+def paired(run: Run, tasks: str = "") -> tuple[str, ...]:
+  """Ids of the tasks scored in the first and in the last evaluation.
+
+  Args:
+    run: any.
+    tasks: only those whose id starts so; "" takes all.
+  """
+  if not run.held_out:
+    return ()
+  first, last = (run.held_out[end(run.held_out)] for end in (min, max))
+  return tuple(sorted(t for t in first if t in last and t.startswith(tasks)))
 
 
 def kinds(run: Run) -> tuple[str, ...]:

@@ -131,6 +131,14 @@ def test_report_shows_every_figure(run, tmp_path):
   assert "main: seed 5; jax 1.2.3." in text
 
 
+def test_a_kind_that_one_run_lacks_is_an_empty_cell(run, tmp_path):
+  lost = {**AFTER, "move-1-eval-3": [None], "move-1-eval-4": [None]}
+  other = runs.load(_write_run(tmp_path / "g", {0: BEFORE, 2: lost}), "other")
+  text = report.markdown([run, other], "title", "x.svg")
+  assert "| move | 1.00 -> 0.50 (n 1) |  |" in text
+  assert "| other | 0 -> 2 | 2 |" in text
+
+
 def test_figure_draws_points_where_they_are(run):
   root = ElementTree.fromstring(report.figure([run], "a < b"))
   assert root.find(f"{SVG}text").text == "a < b"
@@ -178,14 +186,34 @@ def test_the_command_writes_both_files(tmp_path, capsys):
   "given,said",
   [
     ("x={}/nothing", "holds no run"),
+    ("x={}/once/config.json", "holds no run"),
+    ("x={}/other", "lacks config.learner.score"),
     ("no-name", "is not NAME=DIR"),
     ("x={}/once", "has 1 evaluations, a gain needs 2"),
   ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, given, said):
   _write_run(tmp_path / "once", {0: BEFORE})
+  _write_run(tmp_path / "other", {0: BEFORE})
+  (tmp_path / "other" / "config.json").write_text('{"config": []}')
   arguments = ["--run", given.format(tmp_path), "--out", str(tmp_path / "o")]
   assert _command()(arguments) == 2
   error = capsys.readouterr().err
   assert said in error and error.count("\n") == 1
   assert not (tmp_path / "o.md").exists()
+
+
+def test_more_runs_than_colours_is_one_line(tmp_path, capsys):
+  path = _write_run(tmp_path / "h", {0: BEFORE, 2: AFTER})
+  given = [x for i in range(5) for x in ("--run", f"{i}={path}")]
+  assert _command()([*given, "--out", str(tmp_path / "o")]) == 2
+  error = capsys.readouterr().err
+  assert "5 runs" in error and error.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys):
+  path = _write_run(tmp_path / "i", {0: BEFORE, 2: AFTER})
+  out = path / "config.json" / "o"
+  assert _command()(["--run", f"a={path}", "--out", str(out)]) == 2
+  error = capsys.readouterr().err
+  assert "config.json" in error and error.count("\n") == 1
