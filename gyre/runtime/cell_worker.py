@@ -159,8 +159,8 @@ class Trainer:
       packed: its micro-steps; none leaves the state as it is.
 
     Returns:
-      loss/*, ratio/*, mismatch/* and so on, means over the updates; mismatch and staleness are
-      those of the first.
+      loss/*, ratio/*, mismatch/* and so on, means over the updates; mismatch
+      and staleness are those of the first.
     """
     if not packed.batches:
       return dict(SKIPPED)
