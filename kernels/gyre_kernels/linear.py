@@ -10,6 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
 from gyre_kernels import _check
+from gyre_kernels._manual import vary_as
 
 _PRODUCT = {"oi": "mi,oi->mo", "io": "mi,io->mo"}
 _D_ROWS = {"oi": "mo,oi->mi", "io": "mo,io->mi"}
@@ -43,7 +44,8 @@ def linear(
   out = weight.shape[order.index("o")]
   shape = (out, x.shape[-1])
   _check.check_shape("weight", weight, shape if order == "oi" else shape[::-1])
-  y = _linear(order, x.reshape(-1, x.shape[-1]), weight)
+  args = x.reshape(-1, x.shape[-1]), weight
+  y = _linear(order, *vary_as(args, args))
   return checkpoint_name(y, "linear").reshape(*x.shape[:-1], out)
 
 

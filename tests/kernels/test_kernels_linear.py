@@ -71,6 +71,35 @@ def test_gradients_over_a_mesh_in_16_bits(size, order):
   _assert_near(got, _wanted(*wide, order), jnp.bfloat16, 2.0**-4)
 
 
+@ORDERS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_gradient_of_a_replicated_weight_in_shard_map(order, dtype):
+  (x, weight, dy), wide = _case((24, 40), order, dtype)
+  mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+  P = PartitionSpec
+
+  def part(x, weight, dy):
+    return gyre_kernels.linear(x, weight, order=order) * dy
+
+  sharded = jax.shard_map(
+    part, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data")
+  )
+  grad = jax.grad(lambda *args: sharded(*args).sum(), (0, 1))
+  _, *wanted = _wanted(*wide, order)
+  _assert_near(jax.jit(grad)(x, weight, dy), wanted, dtype, 2.0**-4)
+
+
+@ORDERS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_a_batch_of_weights(order, dtype):
+  (x, weight, dy), wide = _case((24, 40), order, dtype)
+  many = (jnp.stack([a, -a]) for a in (x, weight, dy))
+  got = jax.jit(jax.vmap(lambda *args: _got(*args, order)))(*many)
+  y, dx, dw = _wanted(*wide, order)
+  wanted = [np.stack(pair) for pair in ((y, y), (dx, dx), (dw, dw))]
+  _assert_near(got, wanted, dtype)
+
+
 def test_a_policy_finds_the_product_by_its_name():
   x, w = jnp.ones((2, 3)), jnp.ones((5, 3))
   keep = jax.checkpoint_policies.save_only_these_names("linear")
