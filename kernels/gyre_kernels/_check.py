@@ -37,6 +37,31 @@ def check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
     raise ValueError(f"{name} has shape {x.shape}, expected {shape}")
 
 
+def check_keys(
+  q: Array,
+  k: Array,
+  v: Array,
+  lead: tuple[int, ...],
+  names: tuple[str, str] = ("k", "v"),
+) -> None:
+  """Keys and values must fit the queries and each other.
+
+  Args:
+    q: queries `[..., N, H]`.
+    k: keys, which must be `[*lead, K, H]` with K dividing N.
+    v: values, which must be `[*lead, K, any]`.
+    lead: every axis before the heads.
+    names: of k and v in messages.
+
+  Raises:
+    ValueError: naming what does not fit, and what would.
+  """
+  num_kv = k.shape[-2]
+  check_heads(q.shape[-2], num_kv)
+  check_shape(names[0], k, (*lead, num_kv, q.shape[-1]))
+  check_shape(names[1], v, (*lead, num_kv, v.shape[-1]))
+
+
 def both_sides(window: Window) -> tuple[int | None, int | None]:
   """Returns `(left, right)`; an int bounds both sides, None neither.
 

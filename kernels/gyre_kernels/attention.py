@@ -98,11 +98,9 @@ def attention(
     NotImplementedError: for an implementation that lacks what is asked.
   """
   _check.check_implementation(implementation, "attention")
-  batch, num_q, num_heads, head = q.shape
-  num_k, num_kv = k.shape[1:3]
-  _check.check_heads(num_heads, num_kv)
-  _check.check_shape("k", k, (batch, num_k, num_kv, head))
-  _check.check_shape("v", v, (batch, num_k, num_kv, v.shape[-1]))
+  batch, num_q, num_heads, _ = q.shape
+  num_k = k.shape[1]
+  _check.check_keys(q, k, v, (batch, num_k))
   for name, x, length in (
     ("subtree_end", subtree_end, num_k),
     ("q_positions", q_positions, num_q),

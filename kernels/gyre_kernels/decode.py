@@ -58,12 +58,10 @@ def paged_decode(
   """
   _check.check_implementation(implementation, "paged_decode")
   batch, num_heads, head = q.shape
-  page, num_kv = k_pages.shape[1:3]
-  pages = k_pages.shape[0]
-  _check.check_heads(num_heads, num_kv)
-  _check.check_shape("k_pages", k_pages, (pages, page, num_kv, head))
+  pages, page, num_kv, _ = k_pages.shape
+  names = ("k_pages", "v_pages")
+  _check.check_keys(q, k_pages, v_pages, (pages, page), names)
   head_v = v_pages.shape[-1]
-  _check.check_shape("v_pages", v_pages, (pages, page, num_kv, head_v))
   _check.check_shape("page_table", page_table, (batch, page_table.shape[-1]))
   _check.check_shape("lengths", lengths, (batch,))
   groups = num_heads // num_kv

@@ -103,17 +103,15 @@ def prefix_attention(
   """
   _check.check_implementation(implementation, "prefix_attention")
   batch, num_q, num_heads, head = q.shape
-  num_k, num_kv = k.shape[1:3]
+  num_k = k.shape[1]
   rows, size = prefix_k.shape[:2]
-  _check.check_heads(num_heads, num_kv)
+  _check.check_keys(q, k, v, (batch, num_k))
+  _check.check_shape("prefix_k", prefix_k, (rows, size, *k.shape[2:]))
+  _check.check_shape("prefix_v", prefix_v, (rows, size, *v.shape[2:]))
   if rows == 0 or batch % rows:
     raise ValueError(
       f"batch {batch} must be a multiple of the prefix's batch {rows}"
     )
-  _check.check_shape("k", k, (batch, num_k, num_kv, head))
-  _check.check_shape("v", v, (batch, num_k, num_kv, v.shape[-1]))
-  _check.check_shape("prefix_k", prefix_k, (rows, size, num_kv, head))
-  _check.check_shape("prefix_v", prefix_v, (rows, size, num_kv, v.shape[-1]))
   branches = batch // rows
   first = jnp.full((rows,), size, jnp.int32)
   prefix_end = None

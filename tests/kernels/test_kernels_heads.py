@@ -258,6 +258,27 @@ def test_head_in_shard_map(keep, monkeypatch):
       "temperature 0.0",
     ),
     (lambda: merge([], []), "0 outs and 0 lses"),
+    (
+      lambda: prefix_attention(
+        *(jnp.ones((1, 2, n, 8)) for n in (4, 2, 2, 1, 1))
+      ),
+      r"prefix_k.*\(1, 2, 1, 8\).*\(1, 2, 2, 8\)",
+    ),
+    (
+      lambda: prefix_attention(
+        *(jnp.ones((1, 2, 2, n)) for n in (8, 8, 8, 8, 4))
+      ),
+      r"prefix_v.*\(1, 2, 2, 4\).*\(1, 2, 2, 8\)",
+    ),
+    (
+      lambda: paged_decode(
+        jnp.ones((1, 4, 8)),
+        *(jnp.ones((3, 2, n, 8)) for n in (2, 1)),
+        jnp.ones((1, 2), int),
+        jnp.ones(1, int),
+      ),
+      r"v_pages.*\(3, 2, 1, 8\).*\(3, 2, 2, 8\)",
+    ),
   ],
 )
 def test_bad_arguments_are_named(call, words):
