@@ -44,6 +44,14 @@ def _fail(message: object) -> None:
   sys.exit(2)
 
 
+def _own(error: BaseException) -> BaseException:
+  """The ConfigError that get_config raised, which flags wrap, if it did."""
+  own, at = error, error.__context__
+  while at is not None:
+    own, at = at if isinstance(at, ConfigError) else own, at.__context__
+  return own
+
+
 def _parse(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
@@ -52,19 +60,22 @@ def _parse(argv: list[str]) -> list[str]:
   except KeyError as error:
     _fail(error.args[0])
   except (flags.Error, AttributeError, TypeError, ValueError) as error:
-    _fail(error)
+    _fail(_own(error))
   return rest
 
 
-def _config_file() -> pathlib.Path:
+def _config_file() -> tuple[pathlib.Path, str]:
+  """The file, and what follows a colon: the argument of get_config."""
   name = config_flags.get_config_filename(flags.FLAGS["config"])
-  return pathlib.Path(name.partition(":")[0])
+  path, _, argument = name.partition(":")
+  return pathlib.Path(path), argument
 
 
 def _workdir() -> pathlib.Path:
   if _WORKDIR.value:
     return pathlib.Path(_WORKDIR.value)
-  return pathlib.Path("runs") / _config_file().stem
+  path, argument = _config_file()
+  return pathlib.Path("runs", "_".join(filter(None, (path.stem, argument))))
 
 
 def main(argv: list[str]) -> None:
@@ -73,8 +84,9 @@ def main(argv: list[str]) -> None:
     _fail(f"unknown argument {argv[1]!r}; see --help")
   if not flags.FLAGS["config"].present:
     _fail("--config is needed: experiments/configs/quickstart.py, for one")
-  if not _config_file().is_file():
-    _fail(f"there is no configuration file {_config_file()}")
+  path, _ = _config_file()
+  if not path.is_file():
+    _fail(f"there is no configuration file {path}")
   try:
     config = from_config_dict(_CONFIG.value)
   except ConfigError as error:
