@@ -135,11 +135,12 @@ def _clipped(ratio, advantage, eps_low, eps_high, dual_clip=None):
 
 
 def _sequence_ratio(term, weight, sample, sample_weight, total):
-  """exp(weighted mean over the sample), differentiable entry by entry.
+  """exp(weighted mean of term over its sample), differentiable by entry.
 
   The value is the sample's; the derivative at an entry is s * d(term), which
   after a mean over the sample is that of the sequence ratio itself.
   """
+  term, weight, sample_weight = _wide(term, weight, sample_weight)
   if total is None:
     total = per_sample_sum(stop_gradient(term) * weight, sample)
   mean = total / jnp.where(sample_weight > 0, sample_weight, 1)
@@ -175,9 +176,7 @@ def gspo(
   Returns:
     PolicyTerms; ratio is s.
   """
-  logp, proximal, advantage, weight, sample_weight = _wide(
-    logp, proximal, advantage, weight, sample_weight
-  )
+  logp, proximal, advantage = _wide(logp, proximal, advantage)
   term = logp - stop_gradient(proximal)
   ratio = _sequence_ratio(term, weight, sample, sample_weight, log_ratio_sum)
   return _clipped(ratio, advantage, eps_low, eps_high)
@@ -214,9 +213,7 @@ def gmpo(
   Returns:
     PolicyTerms; ratio is the geometric mean of clipped ratios.
   """
-  logp, proximal, advantage, weight, sample_weight = _wide(
-    logp, proximal, advantage, weight, sample_weight
-  )
+  logp, proximal, advantage = _wide(logp, proximal, advantage)
   term, cut = _gmpo_term(logp, proximal, advantage, eps_low, eps_high)
   ratio = _sequence_ratio(term, weight, sample, sample_weight, log_ratio_sum)
   return PolicyTerms(-ratio * advantage, ratio, cut)
