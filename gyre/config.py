@@ -376,6 +376,10 @@ def check(config: Config) -> Config:
     _require(value > 0, f"{path} must be positive, got {value}")
   r, a, m = config.rollout, config.agent, config.model
   _require(
+    config.run.seed >= 0,
+    f"run.seed must not be negative, got {config.run.seed}",
+  )
+  _require(
     r.temperature > 0,
     f"rollout.temperature must be positive, got {r.temperature}",
   )

@@ -42,6 +42,15 @@ def test_to_dict_round_trips():
     ({"run": {"steps": 2.5}}, "run.steps"),
     ({"run": {"steps": True}}, "run.steps"),
     ({"run": {"deterministic": 1}}, "run.deterministic"),
+    ({"run": {"seed": -1}}, "run.seed"),
+    ({"agent": {"examples_of": "site"}}, "agent.examples_of"),
+    (
+      {
+        "agent": {"examples_of": "kind"},
+        "tasks": {"taskset": "harbor", "path": "x"},
+      },
+      "agent.examples_of",
+    ),
     ({"learner": {"loss": "ppo"}}, "learner.loss"),
     ({"sandbox": {"backends": "process"}}, "sandbox.backends"),
     ({"sandbox": {"backends": ()}}, "sandbox.backends"),

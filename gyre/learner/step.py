@@ -7,7 +7,7 @@ holds no second copy of the gradient.
 
 Rows lie over (data, fsdp), parameters by the models' rules. Hidden states are
 gathered at entry parents before the head, so only entries meet the vocabulary,
-in chunks: logits of a whole row never exist. Over the tensor axis the head
+in chunks (gyre_kernels.linear_logprob). Over the tensor axis the head
 splits entries, not the vocabulary.
 """
 

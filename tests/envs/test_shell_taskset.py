@@ -99,6 +99,23 @@ def test_assertions_hold_after_the_solution_only(kind, tmp_path):
         assert not all(verify(task, miss).values()), (task.instruction, wrong)
 
 
+@pytest.mark.parametrize("kind", shell.CONVENTIONS)
+def test_assertions_tell_each_convention_from_the_others(kind, tmp_path):
+  sites = {}
+  for site in range(40):
+    (goal,), _, _ = shell.plan(kind, 7, max_turns=1, site=site)
+    sites.setdefault(goal.turns, site)
+  assert len(sites) == 4
+  for (right,), site in sites.items():
+    task = shell.make_task(kind, 7, max_turns=1, site=site)
+    assert task.solution_turns == (right,)
+    for i, (command,) in enumerate(sites):
+      workspace = fresh(task, tmp_path, f"{site}-{i}")
+      run((command,), workspace)
+      passed = all(verify(task, workspace).values())
+      assert passed == (command == right), (task.instruction, command)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", shell.KINDS)
 def test_assertions_over_many_seeds(kind, tmp_path):

@@ -95,7 +95,7 @@ def runnable(d: Draw) -> Goal:
 
 
 def pack(d: Draw) -> Goal:
-  """A directory in an archive of the site's format and ending."""
+  """A directory in a tar archive of the ending that the site's have."""
   folder = d.name()
   inner = d.put(d.inner(folder)[0], d.word())
   commands = (
