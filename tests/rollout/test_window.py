@@ -124,7 +124,7 @@ def test_decoding_over_a_window_equals_decoding_over_pages(options, shared):
       )
 
 
-def test_an_empty_row_gives_zero():
+def test_an_empty_row_stays_finite_and_touches_no_other():
   copy = tuple(jnp.ones(s) for s in ((2, K, H, 8), (2, K, 8, H)))
   pages = tuple(jnp.ones((3, SIZE, K, H)) for _ in range(2))
   state = (window.no_recent(copy, 2), copy, pages)
