@@ -281,23 +281,8 @@ class Programs:
     def host_rows(rows):
       return jax.tree.map(abstract, Rows.empty(rows, s.table_width).tree())
 
-    common = abstract(np.zeros(s.table_width, np.int32))
     for rows, tokens in s.windows:
-      size = {"rows": rows, "tokens": tokens, "dtype": self.dtype}
-      windows = jax.eval_shape(functools.partial(_empty, **size), kv)
-      windows = jax.tree.map(abstract, windows)
-      self._empty[rows, tokens] = self._compiled(_empty, (), (kv,), **size)
-      table = abstract(np.zeros(tokens // s.page_size, np.int32))
-      self._load[rows, tokens] = self._compiled(
-        _load, 0, (windows, kv, table, step)
-      )
-      self._decode_window[rows, tokens] = self._compiled(
-        _decode_window,
-        (1, 2),
-        (params, kv, windows, host_rows(rows), step, common, step, flag),
-        cfg=self.cfg,
-        max_steps=s.steps,
-      )
+      self._compile_window(params, kv, host_rows(rows), tokens, abstract)
     for rows in s.rows:
       host = host_rows(rows)
       self._decode[rows] = self._compiled(
@@ -318,6 +303,25 @@ class Programs:
       )
     pages = abstract(np.zeros(s.rows[-1], np.int32))
     self._copy = self._compiled(_copy, 0, (kv, pages, pages))
+
+  def _compile_window(self, params, kv, host, tokens, abstract) -> None:
+    """The programs over a window of so many tokens; all is abstract."""
+    s, size = self.shapes, (host["tokens"].shape[0], tokens)
+    static = {"rows": size[0], "tokens": tokens, "dtype": self.dtype}
+    windows = jax.eval_shape(functools.partial(_empty, **static), kv)
+    windows = jax.tree.map(abstract, windows)
+    step, flag = abstract(np.int32(0)), abstract(np.bool_(False))
+    table = abstract(np.zeros(tokens // s.page_size, np.int32))
+    common = abstract(np.zeros(s.table_width, np.int32))
+    self._empty[size] = self._compiled(_empty, (), (kv,), **static)
+    self._load[size] = self._compiled(_load, 0, (windows, kv, table, step))
+    self._decode_window[size] = self._compiled(
+      _decode_window,
+      (1, 2),
+      (params, kv, windows, host, step, common, step, flag),
+      cfg=self.cfg,
+      max_steps=s.steps,
+    )
 
   def _compiled(self, step, donate, arguments, **static):
     def call(*args):

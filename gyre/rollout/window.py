@@ -20,6 +20,10 @@ from gyre.rollout import paged
 
 # Keys of the shared prefix multiplied at a time.
 _SHARED_KEYS = 256
+# Equations of the scores and of the mix, over what all rows share in its pages
+# and over the rows' own copies.
+_SHARED = ("BKGH,SKH->BKGS", "BKGS,SKH->BKGH")
+_OWN = ("BKGH,BKHS->BKGS", "BKGS,BKSH->BKGH")
 
 Window = tuple[Array, Array]
 Recent = tuple[Array, Array]
@@ -96,6 +100,35 @@ def append(
   return k, v.at[rows, :, at].set(new_v, mode="drop")
 
 
+def _add_products(seen, q, keys, values, sees, softcap, equations):
+  """Folds keys of one layout: equations of the scores and of the mix."""
+  score, mix = equations
+  s = jnp.einsum(score, q, keys, preferred_element_type=jnp.float32)
+
+  def mixed(p):
+    p = p.astype(values.dtype)
+    return jnp.einsum(mix, p, values, preferred_element_type=jnp.float32)
+
+  return paged.fold(seen, s, sees, softcap, mixed)
+
+
+def _add_recent(seen, q, recent, step, window, softcap):
+  """Folds the dispatch's own tokens: too few for a product to pay."""
+  k, v = (x.astype(jnp.float32)[:, :, :, None] for x in recent)
+  s = jnp.sum(q.astype(jnp.float32) * k, -1)
+  back = step - jnp.arange(len(k))
+  sees = back >= 0
+  if window is not None:
+    sees &= back <= window
+  return paged.fold(
+    seen,
+    jnp.moveaxis(s, 0, -1),
+    sees,
+    softcap,
+    lambda p: jnp.sum(jnp.moveaxis(p, -1, 0)[..., None] * v, 0),
+  )
+
+
 def attend(
   step: Int[Array, ""],
   base: Int[Array, ""],
@@ -128,46 +161,22 @@ def attend(
     )
     q = (q[:, 0] * scale).reshape(B, K, N // K, H).astype(keys.dtype)
 
-    def add(seen, first, end, keys, values, score, mix):
-      s = jnp.einsum(score, q, keys, preferred_element_type=jnp.float32)
-      at = first + jnp.arange(s.shape[-1])
-      sees = paged.visible(positions, at, window)
-      sees &= at < end
+    def sees(first, count, end):
+      at = first + jnp.arange(count)
+      return paged.visible(positions, at, window) & (at < end)
 
-      def mixed(p):
-        p = p.astype(values.dtype)
-        return jnp.einsum(mix, p, values, preferred_element_type=jnp.float32)
-
-      return paged.fold(seen, s, sees, softcap, mixed)
-
-    def shared(j, seen):
+    def add_shared(j, seen):
       at = jax.lax.dynamic_slice_in_dim(table, j * (size // page), size // page)
       k, v = (paged.loaded(x[at]).reshape(size, K, H) for x in pages)
-      return add(seen, j * size, base, k, v, "BKGH,SKH->BKGS", "BKGS,SKH->BKGH")
-
-    def newest(seen):
-      """The dispatch's own tokens: too few for a product to pay."""
-      k, v = (x.astype(jnp.float32)[:, :, :, None] for x in recent)
-      s = jnp.sum(q.astype(jnp.float32) * k, -1)
-      back = step - jnp.arange(len(k))
-      sees = back >= 0
-      if window is not None:
-        sees &= back <= window
-      return paged.fold(
-        seen,
-        jnp.moveaxis(s, 0, -1),
-        sees,
-        softcap,
-        lambda p: jnp.sum(jnp.moveaxis(p, -1, 0)[..., None] * v, 0),
-      )
+      some = sees(j * size, size, base)
+      return _add_products(seen, q, k, v, some, softcap, _SHARED)
 
     seen = paged.nothing_seen((B, K, N // K), H, sinks)
-    seen = jax.lax.fori_loop(0, -(-base // size), shared, seen)
-    held = (positions - step)[:, :, None, None]
-    seen = add(
-      seen, base, held, keys, values, "BKGH,BKHS->BKGS", "BKGS,BKSH->BKGH"
-    )
-    out = paged.normalised(newest(seen)).reshape(B, 1, N, H)
+    seen = jax.lax.fori_loop(0, -(-base // size), add_shared, seen)
+    some = sees(base, keys.shape[-1], (positions - step)[:, :, None, None])
+    seen = _add_products(seen, q, keys, values, some, softcap, _OWN)
+    seen = _add_recent(seen, q, recent, step, window, softcap)
+    out = paged.normalised(seen).reshape(B, 1, N, H)
     return out.astype(k.dtype), (recent, (keys, values), pages)
 
   return attend
