@@ -411,6 +411,11 @@ def check(config: Config) -> Config:
     f"agent.examples_of 'kind' needs tasks.taskset 'shell', which has kinds; "
     f"it is {config.tasks.taskset!r}",
   )
+  _require(
+    not (config.warm_start.any_site and a.examples_of == "kind" and a.examples),
+    "warm_start.any_site contradicts agent.examples_of 'kind': the worked "
+    f"examples follow tasks.site {config.tasks.site}",
+  )
   _require(bool(config.sandbox.backends), "sandbox.backends is empty")
   _require(
     config.learner.row_tokens >= a.max_context,

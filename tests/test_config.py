@@ -46,6 +46,13 @@ def test_to_dict_round_trips():
     ({"agent": {"examples_of": "site"}}, "agent.examples_of"),
     (
       {
+        "agent": {"examples_of": "kind", "examples": 1},
+        "warm_start": {"any_site": True},
+      },
+      "warm_start.any_site",
+    ),
+    (
+      {
         "agent": {"examples_of": "kind"},
         "tasks": {"taskset": "harbor", "path": "x"},
       },
