@@ -13,6 +13,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MAX_CURVES = len(_COLORS)
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 16, 40, 48
+_MIDDLE = 'text-anchor="middle"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,58 @@ def smooth(y: Sequence[float], window: int) -> list[float]:
   return [
     float(np.mean(y[max(0, i + 1 - window) : i + 1])) for i in range(len(y))
   ]
+
+
+def _px(x: float, last: float) -> float:
+  return round(_LEFT + x / last * (_WIDTH - _LEFT - _RIGHT), 1)
+
+
+def _py(y: float) -> float:
+  return round(_HEIGHT - _BOTTOM - y * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _text(x: float, y: float, words: str, more: str = "") -> str:
+  body = xml.sax.saxutils.escape(words)
+  return f'<text x="{x}" y="{y}" {more}>{body}</text>'
+
+
+def _axes(last: float) -> list[str]:
+  """Grid lines and numbers: y from 0 to 1, x from 0 to `last`."""
+  out = []
+  for i in range(6):
+    y = _py(i / 5)
+    out.append(
+      f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" '
+      'stroke="#ddd"/>'
+    )
+    out.append(_text(_LEFT - 8, y + 4, f"{i / 5:.1f}", 'text-anchor="end"'))
+  for x in range(0, int(last) + 1, max(1, round(last / 8))):
+    at = _px(x, last)
+    out.append(_text(at, _HEIGHT - _BOTTOM + 18, str(x), _MIDDLE))
+  return out
+
+
+def _drawn(curve: Curve, color: str, last: float) -> list[str]:
+  """A curve's values, their trailing mean and its marks."""
+  stroke = f'stroke="{color}"'
+
+  def line(y: Sequence[float], look: str) -> str:
+    pairs = zip(curve.x, y, strict=True)
+    points = " ".join(f"{_px(a, last)},{_py(b)}" for a, b in pairs)
+    return f'<polyline points="{points}" fill="none" {stroke} {look}/>'
+
+  out = [
+    line(curve.y, 'stroke-opacity="0.35"'),
+    line(smooth(curve.y, 5), 'stroke-width="2.5"'),
+  ]
+  for x, y, low, high in curve.marks:
+    at = _px(x, last)
+    out.append(
+      f'<line x1="{at}" x2="{at}" y1="{_py(low)}" y2="{_py(high)}" '
+      f'{stroke} stroke-width="1.5"/>'
+    )
+    out.append(f'<circle cx="{at}" cy="{_py(y)}" r="4.5" fill="{color}"/>')
+  return out
 
 
 def svg(
@@ -62,55 +115,22 @@ def svg(
   if not xs:
     raise ValueError("no point to draw")
   last = max(max(xs), 1)
-
-  def px(x: float) -> float:
-    return round(_LEFT + x / last * (_WIDTH - _LEFT - _RIGHT), 1)
-
-  def py(y: float) -> float:
-    return round(_HEIGHT - _BOTTOM - y * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-  def text(x: float, y: float, words: str, more: str = "") -> str:
-    body = xml.sax.saxutils.escape(words)
-    return f'<text x="{x}" y="{y}" {more}>{body}</text>'
-
-  def path(x: Sequence[float], y: Sequence[float], look: str) -> str:
-    points = " ".join(f"{px(a)},{py(b)}" for a, b in zip(x, y, strict=True))
-    return f'<polyline points="{points}" fill="none" {look}/>'
-
-  middle = 'text-anchor="middle"'
   turned = f"rotate(-90 14 {_HEIGHT / 2})"
   out = [
     f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
     f'height="{_HEIGHT}" font-family="sans-serif" font-size="13">',
     f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-    text(_WIDTH / 2, 20, title, middle + ' font-size="15"'),
-    text(_WIDTH / 2, _HEIGHT - 8, x_label, middle),
-    text(14, _HEIGHT / 2, y_label, f'{middle} transform="{turned}"'),
+    _text(_WIDTH / 2, 20, title, _MIDDLE + ' font-size="15"'),
+    _text(_WIDTH / 2, _HEIGHT - 8, x_label, _MIDDLE),
+    _text(14, _HEIGHT / 2, y_label, f'{_MIDDLE} transform="{turned}"'),
+    *_axes(last),
   ]
-  for i in range(6):
-    y = py(i / 5)
-    out.append(
-      f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" '
-      'stroke="#ddd"/>'
-    )
-    out.append(text(_LEFT - 8, y + 4, f"{i / 5:.1f}", 'text-anchor="end"'))
-  for x in range(0, int(last) + 1, max(1, round(last / 8))):
-    out.append(text(px(x), _HEIGHT - _BOTTOM + 18, str(x), middle))
   for i, (curve, color) in enumerate(zip(curves, _COLORS, strict=False)):
-    stroke = f'stroke="{color}"'
-    out.append(path(curve.x, curve.y, f'{stroke} stroke-opacity="0.35"'))
-    mean = smooth(curve.y, 5)
-    out.append(path(curve.x, mean, f'{stroke} stroke-width="2.5"'))
-    for x, y, low, high in curve.marks:
-      out.append(
-        f'<line x1="{px(x)}" x2="{px(x)}" y1="{py(low)}" y2="{py(high)}" '
-        f'{stroke} stroke-width="1.5"/>'
-      )
-      out.append(f'<circle cx="{px(x)}" cy="{py(y)}" r="4.5" fill="{color}"/>')
+    out += _drawn(curve, color, last)
     row = _TOP + 14 + 18 * i
     out.append(
       f'<rect x="{_LEFT + 12}" y="{row - 9}" width="14" height="8" '
       f'fill="{color}"/>'
     )
-    out.append(text(_LEFT + 32, row, curve.name))
+    out.append(_text(_LEFT + 32, row, curve.name))
   return "\n".join([*out, "</svg>", ""])
