@@ -19,7 +19,9 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -145,6 +147,18 @@ def _backends() -> Mapping[str, Callable]:
   }
 
 
+def _stop_ignoring_interrupts() -> None:
+  """Lets commands of sandboxes be interrupted.
+
+  A script's background job starts with SIGINT ignored, its children inherit
+  that and no shell can undo it. A handler that does nothing is not inherited.
+  """
+  if threading.current_thread() is threading.main_thread():
+    for number in (signal.SIGINT, signal.SIGQUIT):
+      if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
+
+
 async def start_backend(request: Request) -> Sandbox:
   """Opens a sandbox with the first backend of the request that works.
 
@@ -152,6 +166,7 @@ async def start_backend(request: Request) -> Sandbox:
     config.ConfigError: a backend's name is unknown.
     SandboxUnavailable: none works; the message has each one's reason.
   """
+  _stop_ignoring_interrupts()
   known = _backends()
   reasons = []
   for name in request.options.backends:

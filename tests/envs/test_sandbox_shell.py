@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import signal
 import tarfile
 import time
 
@@ -172,6 +173,19 @@ def test_a_stubborn_command_costs_the_shell(local_options, stubborn):
   assert result.timed_out and result.restarted
   assert "new shell" in result.notice
   assert after.output.startswith("[]\n") and not after.restarted
+
+
+def test_a_background_job_of_a_script_interrupts_commands_too(local_options):
+  """Such a job starts with SIGINT ignored, which children inherit."""
+  before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    result, after = play(
+      local_options, ["X=1; sleep 300", 'echo "$X"'], timeout_s=0.4
+    )
+  finally:
+    signal.signal(signal.SIGINT, before)
+  assert result.timed_out and not result.restarted
+  assert after.output == "1\n"
 
 
 @pytest.mark.parametrize(
