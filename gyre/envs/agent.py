@@ -19,8 +19,8 @@ import numpy as np
 
 from gyre import config, types
 from gyre.envs import sandbox as sandbox_lib
+from gyre.envs import spawn, tool_calls, verifier
 from gyre.envs import task as task_lib
-from gyre.envs import tool_calls, verifier
 from gyre.envs.shell import CommandResult
 from gyre.harness import render
 from gyre.rollout import engine as engine_lib
@@ -483,22 +483,6 @@ async def run_and_verify(
   return loop.execution(outcome)
 
 
-async def _to_its_end(work: asyncio.Task) -> None:
-  """Waits until `work` is done, however often the waiter is cancelled.
-
-  Raises:
-    asyncio.CancelledError: afterwards, where it was.
-  """
-  cancelled = None
-  while not work.done():
-    try:
-      await asyncio.wait({work})
-    except asyncio.CancelledError as e:
-      cancelled = e
-  if cancelled is not None:
-    raise cancelled
-
-
 async def _open(
   sandbox: config.Sandbox, task: task_lib.Task, deterministic: bool
 ) -> sandbox_lib.Sandbox:
@@ -507,7 +491,7 @@ async def _open(
     sandbox_lib.open_sandbox(sandbox, task, deterministic=deterministic)
   )
   try:
-    await _to_its_end(work)
+    await spawn.to_its_end(work)
   except asyncio.CancelledError:
     if not work.cancelled() and work.exception() is None:
       await _close(work.result())
@@ -518,7 +502,7 @@ async def _open(
 async def _close(box: sandbox_lib.Sandbox) -> None:
   """Takes a sandbox down whole, however often its owner is cancelled."""
   work = asyncio.ensure_future(box.close())
-  await _to_its_end(work)
+  await spawn.to_its_end(work)
   work.result()
 
 

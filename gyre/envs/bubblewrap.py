@@ -37,6 +37,7 @@ from gyre.envs import (
   seccomp,
   shell,
   snapshot,
+  spawn,
 )
 from gyre.envs import task as task_lib
 
@@ -362,7 +363,7 @@ class Bubblewrap(local.LocalSandbox):
       f"/dev/fd/{script_fd}",
     ]
     try:
-      self._process = await asyncio.create_subprocess_exec(
+      self._process = await spawn.spawn(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,

@@ -23,7 +23,7 @@ import tarfile
 import uuid
 from collections.abc import Mapping, Sequence
 
-from gyre.envs import limits, local, sandbox, shell, snapshot
+from gyre.envs import limits, local, sandbox, shell, snapshot, spawn
 from gyre.envs import task as task_lib
 
 DEFAULT_IMAGE = "debian:bookworm-slim"
@@ -131,7 +131,7 @@ class Container:
   ) -> bytes:
     """One call of the client; its standard output."""
     try:
-      process = await asyncio.create_subprocess_exec(
+      process = await spawn.spawn(
         *words,
         stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
         stdout=asyncio.subprocess.PIPE if stdout is None else stdout,
@@ -237,7 +237,7 @@ class Container:
     self._shell.reset()
     self._stop = asyncio.Event()
     i, o, c = self._shell.fds
-    self._process = await asyncio.create_subprocess_exec(
+    self._process = await spawn.spawn(
       *shell_command(self._client, self._container, self.workdir),
       stdin=i,
       stdout=o,

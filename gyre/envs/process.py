@@ -35,12 +35,14 @@ from gyre.envs import (
   sandbox,
   shell,
   snapshot,
+  spawn,
 )
 from gyre.envs import task as task_lib
 
 _LOG = logging.getLogger(__name__)
 _MARK = "GYRE_SANDBOX"
 _ROUNDS = 100
+_WAIT_S = 2.0  # for another thread that is killing
 
 
 @functools.cache
@@ -146,7 +148,7 @@ class ProcessSandbox(local.LocalSandbox):
     else:
       return
     try:
-      process = await asyncio.create_subprocess_exec(
+      process = await spawn.spawn(
         *bubblewrap.as_user(self._uid),
         *("tar", "-xpf", "-", "-C", self._start_dir),
         stdin=fd,
@@ -169,7 +171,7 @@ class ProcessSandbox(local.LocalSandbox):
       f'cd -- "$1" 2>/dev/null || cd {self._start_dir}\n'
       f"{shell.EXEC.format('bash')} {self._shell.redirections()}"
     )
-    self._process = await asyncio.create_subprocess_exec(
+    self._process = await spawn.spawn(
       *bubblewrap.as_user(self._uid),
       *("/bin/bash", "-c", script, "bash", cwd),
       stdin=asyncio.subprocess.DEVNULL,
@@ -221,8 +223,13 @@ class ProcessSandbox(local.LocalSandbox):
     return out
 
   def _kill_all(self) -> None:
-    with self._killing:
+    # Another thread at it kills the same; one that is stuck is not awaited.
+    mine = self._killing.acquire(timeout=_WAIT_S)
+    try:
       self._kill_rounds()
+    finally:
+      if mine:
+        self._killing.release()
 
   def _kill_rounds(self) -> None:
     for _ in range(_ROUNDS):
