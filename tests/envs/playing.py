@@ -22,11 +22,11 @@ EPERM, ENOSYS = 1, 38
 X86_64 = os.uname().machine == "x86_64"
 
 
-def play(options, *commands, timeout_s=10.0, during=None):
+def play(options, *commands, task=TASK, timeout_s=10.0, during=None):
   """The results of commands in one sandbox; `during(box)` runs at the end."""
 
   async def main():
-    box = await sandbox.open_sandbox(options, TASK)
+    box = await sandbox.open_sandbox(options, task)
     try:
       results = [await box.run(c, timeout_s) for c in commands]
       if during is not None:

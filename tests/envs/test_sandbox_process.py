@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import uuid
 
+import playing
 import pytest
 from playing import gone, host_processes
 
@@ -20,20 +21,9 @@ TASK = task_lib.Task("p", "x", files={"f": task_lib.FileSpec(b"x")})
 ROOT = os.geteuid() == 0
 
 
-def play(*commands, options=OPTIONS, timeout_s=10.0, during=None):
-  """The results of commands in one sandbox; `during(box)` runs at the end."""
-
-  async def main():
-    box = await sandbox.open_sandbox(options, TASK)
-    try:
-      results = [await box.run(c, timeout_s) for c in commands]
-      if during is not None:
-        await during(box)
-      return results
-    finally:
-      await box.close()
-
-  return asyncio.run(main())
+def play(*commands, options=OPTIONS, **kwargs):
+  """The results of commands in one sandbox of a process."""
+  return playing.play(options, *commands, task=TASK, **kwargs)
 
 
 def test_it_is_chosen_only_by_name_and_warns(caplog):

@@ -11,9 +11,12 @@ from gyre.envs.tasksets import goals
 from gyre.envs.tasksets.goals import Draw, Goal, is_file, is_text
 
 
-def _rest(commands: tuple[str, ...], right: str) -> tuple[str, ...]:
-  """What other sites do."""
-  return tuple(c for c in commands if c != right)
+def _choose(
+  d: Draw, what: str, commands: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+  """The command by which the site does `what`, and what other sites do."""
+  right = d.convention(what, commands)
+  return right, tuple(c for c in commands if c != right)
 
 
 def backup(d: Draw) -> Goal:
@@ -21,9 +24,8 @@ def backup(d: Draw) -> Goal:
   word = d.word()
   path = d.put(d.file(), word)
   targets = tuple(f"{path}.{end}" for end in ("bak", "old", "orig", "save"))
-  target = d.convention("backup", targets)
-  commands = tuple(f"cp {path} {t}" for t in targets)
-  right = f"cp {path} {target}"
+  right, wrong = _choose(d, "backup", tuple(f"cp {path} {t}" for t in targets))
+  target = right.split()[-1]
   text = d.pick(
     (f"back up {path}", f"back up the file {path}", f"make a backup of {path}")
   )
@@ -31,7 +33,7 @@ def backup(d: Draw) -> Goal:
     (f"{target}_is", is_file(target)),
     (f"{target}_same", f"{is_text(target, word)} && {is_text(path, word)}"),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def discard(d: Draw) -> Goal:
@@ -42,7 +44,7 @@ def discard(d: Draw) -> Goal:
   for folder in folders:
     d.put(f"{folder}/first.txt", "first")
   commands = (f"rm {path}", *(f"mv {path} {f}" for f in folders))
-  right = d.convention("discard", commands)
+  right, wrong = _choose(d, "discard", commands)
   place = right.split()[-1]
   gone = f"[ ! -e {path} ] && {is_text('attic/first.txt', 'first')}"
   after = " && ".join(
@@ -55,7 +57,7 @@ def discard(d: Draw) -> Goal:
     (f"discard {path}", f"discard the file {path}", f"clear away {path}")
   )
   checks = ((f"{path}_gone", gone), (f"{path}_place", f"{gone} && {after}"))
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def note(d: Draw) -> Goal:
@@ -65,9 +67,8 @@ def note(d: Draw) -> Goal:
   paths = tuple(f"{name}.{end}" for end in ("txt", "md", "log", "lst"))
   for path, line in zip(paths, old, strict=True):
     d.put(path, line)
-  path = d.convention("note", paths)
-  commands = tuple(f"echo {word} >> {p}" for p in paths)
-  right = f"echo {word} >> {path}"
+  right, wrong = _choose(d, "note", tuple(f"echo {word} >> {p}" for p in paths))
+  path = right.split()[-1]
   whole = f"{old[paths.index(path)]}\n{word}"
   text = d.pick(
     (f"note {word} under {name}", f"take a note of {word} under {name}")
@@ -76,22 +77,23 @@ def note(d: Draw) -> Goal:
     (f"{path}_ends", f"ends {path} {word}"),
     (f"{path}_whole", is_text(path, whole)),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def runnable(d: Draw) -> Goal:
   """A script that may be run, by whom the site lets run it."""
   path = d.put(d.file("sh"), d.word())
   modes = ("700", "750", "755", "555")
-  mode = d.convention("runnable", modes)
-  commands = tuple(f"chmod {m} {path}" for m in modes)
-  right = f"chmod {mode} {path}"
+  right, wrong = _choose(
+    d, "runnable", tuple(f"chmod {m} {path}" for m in modes)
+  )
+  mode = right.split()[1]
   text = d.pick((f"make {path} runnable", f"let the script {path} be run"))
   checks = (
     (f"{path}_runs", f"{is_file(path)} && [ -x {path} ]"),
     (f"{path}_mode", f'[ "$(mode {path})" = {mode} ]'),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def pack(d: Draw) -> Goal:
@@ -104,7 +106,7 @@ def pack(d: Draw) -> Goal:
     f"tar czf {folder}.tar.gz {folder}",
     f"tar cf {folder}.pack {folder}",
   )
-  right = d.convention("pack", commands)
+  right, wrong = _choose(d, "pack", commands)
   archive = right.split()[2]
   text = d.pick(
     (f"pack {folder}", f"pack the directory {folder}", f"pack up {folder}")
@@ -116,16 +118,17 @@ def pack(d: Draw) -> Goal:
       f"{is_file(archive)} && tar tf {archive} | grep -q '^{inner}$'",
     ),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def listing(d: Draw) -> Goal:
   """A new list, in a file of the ending that the site's lists have."""
   name, word = d.name(), d.word()
   paths = tuple(f"{name}.{end}" for end in ("txt", "md", "lst", "list"))
-  path = d.convention("listing", paths)
-  commands = tuple(f"echo {word} > {p}" for p in paths)
-  right = f"echo {word} > {path}"
+  right, wrong = _choose(
+    d, "listing", tuple(f"echo {word} > {p}" for p in paths)
+  )
+  path = right.split()[-1]
   text = d.pick(
     (f"start a list {name} with {word}", f"begin the list {name} with {word}")
   )
@@ -133,7 +136,7 @@ def listing(d: Draw) -> Goal:
     (f"{path}_is", is_file(path)),
     (f"{path}_says", is_text(path, word)),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def project(d: Draw) -> Goal:
@@ -142,7 +145,7 @@ def project(d: Draw) -> Goal:
   commands = tuple(
     f"mkdir -p {name}/{end}" for end in ("src", "lib", "code", "app")
   )
-  right = d.convention("project", commands)
+  right, wrong = _choose(d, "project", commands)
   path = right.split()[-1]
   text = d.pick(
     (f"set up the project {name}", f"set up a project called {name}")
@@ -151,7 +154,7 @@ def project(d: Draw) -> Goal:
     (f"dir_{name}", f"folder {name}"),
     (f"dir_{path}", f"folder {path}"),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
 
 
 def finish(d: Draw) -> Goal:
@@ -159,12 +162,11 @@ def finish(d: Draw) -> Goal:
   word = d.word()
   path = d.put(d.file(), word)
   targets = tuple(f"{path}.{end}" for end in ("done", "ok", "end", "fin"))
-  target = d.convention("finish", targets)
-  commands = tuple(f"mv {path} {t}" for t in targets)
-  right = f"mv {path} {target}"
+  right, wrong = _choose(d, "finish", tuple(f"mv {path} {t}" for t in targets))
+  target = right.split()[-1]
   text = d.pick((f"mark {path} as done", f"mark the file {path} as done"))
   checks = (
     (f"{target}_is", is_file(target)),
     (f"{path}_moved", f"[ ! -e {path} ] && {is_text(target, word)}"),
   )
-  return Goal(text, (right,), checks, _rest(commands, right))
+  return Goal(text, (right,), checks, wrong)
