@@ -7,6 +7,7 @@ share this code.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,27 @@ def linear(
   y = gyre_kernels.linear(x, w, order=order)
   bias = p.get(f"{name}_bias")
   return y if bias is None else y + bias.astype(x.dtype)
+
+
+def linears(
+  p: params_lib.Params,
+  names: tuple[str, ...],
+  x: Float[Array, "... I"],
+  sizes: tuple[int, ...],
+) -> list[Float[Array, "... O"]]:
+  """Returns the products of siblings, stored apart or by `params.fuse`.
+
+  Args:
+    p: the block's parameters.
+    names: of the siblings.
+    x: their input.
+    sizes: of their outputs.
+  """
+  fused = "_".join(names)
+  if fused not in p:
+    return [linear(p, name, x) for name in names]
+  ends = list(itertools.accumulate(sizes))[:-1]
+  return jnp.split(linear(p, fused, x), ends, -1)
 
 
 def rms_norm(
@@ -82,9 +104,14 @@ def attention(
   B, T, _ = x.shape
   heads = ("batch", None, "heads", None)
   kv_heads = ("batch", None, "kv_heads", None)
-  q = linear(p, "q", x).reshape(B, T, cfg.num_heads, cfg.head_dim)
-  k = linear(p, "k", x).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
-  v = linear(p, "v", x).reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+  counts = cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads
+  sizes = tuple(n * cfg.head_dim for n in counts)
+  q, k, v = (
+    y.reshape(B, T, n, cfg.head_dim)
+    for y, n in zip(
+      linears(p, params_lib.SIBLINGS["attn"], x, sizes), counts, strict=True
+    )
+  )
   q, k, v = constrain(q, heads), constrain(k, kv_heads), constrain(v, kv_heads)
   if cfg.qk_norm:
     q = rms_norm(q, p["q_norm"], cfg.norm_eps)

@@ -336,6 +336,35 @@ def convert_layout(
   return out if order is None else _reorder(out, order)
 
 
+# What a layer multiplies with the same input.
+SIBLINGS = {"attn": ("q", "k", "v"), "mlp": ("gate", "up")}
+
+
+def fuse(params: Params) -> Params:
+  """Returns the parameters with sibling matrices as one: "q_k_v", "gate_up".
+
+  Args:
+    params: of layout "layers" and order "oi"; no dimension split over a mesh.
+
+  Returns:
+    The same tree, but for [q + k + v, in] in the place of three arrays.
+  """
+
+  def fused(block: Params, names: tuple[str, ...]) -> Params:
+    block = dict(block)
+    for end in ("", "_bias"):
+      if names[0] + end in block:
+        parts = [block.pop(name + end) for name in names]
+        block["_".join(names) + end] = jnp.concatenate(parts)
+    return block
+
+  layers = tuple(
+    layer | {k: fused(layer[k], names) for k, names in SIBLINGS.items()}
+    for layer in params["layers"]
+  )
+  return {**params, "layers": layers}
+
+
 def _reorder(tree: Any, order: Order) -> Any:
   if isinstance(tree, tuple | list):
     return tuple(_reorder(node, order) for node in tree)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gyre_kernels
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gyre.models import params as params_lib
 from gyre.models import rope as rope_lib
-from gyre.models.attention import AttendFn, attention, linear, rms_norm
+from gyre.models.attention import AttendFn, attention, linear, linears, rms_norm
 from gyre.models.config import ModelConfig
 
 _RESIDUAL = ("batch", None, None)
@@ -121,12 +122,14 @@ def apply_layer(
     constrain=constrain,
   )
   x = constrain(x + h, _RESIDUAL)
-  h = mlp(p["mlp"], rms_norm(x, p["mlp_norm"], cfg.norm_eps), constrain)
+  h = rms_norm(x, p["mlp_norm"], cfg.norm_eps)
+  h = mlp(p["mlp"], cfg, h, constrain)
   return constrain(x + h, _RESIDUAL), layer_state
 
 
 def mlp(
   p: params_lib.Params,
+  cfg: ModelConfig,
   x: Float[Array, "B T D"],
   constrain: params_lib.Constrain,
 ) -> Float[Array, "B T D"]:
@@ -135,8 +138,11 @@ def mlp(
   The gated product is taken in f32 or wider and rounded once.
   """
   inner = ("batch", None, "mlp")
-  gate = constrain(linear(p, "gate", x), inner)
-  up = constrain(linear(p, "up", x), inner)
+  sizes = cfg.mlp_dim, cfg.mlp_dim
+  gate, up = (
+    constrain(y, inner)
+    for y in linears(p, params_lib.SIBLINGS["mlp"], x, sizes)
+  )
   wide = jnp.promote_types(x.dtype, jnp.float32)
   gated = jax.nn.silu(gate.astype(wide)) * up.astype(wide)
   return linear(p, "down", gated.astype(x.dtype))
@@ -232,6 +238,4 @@ def logits(
   """Returns the logits in f32 (or wider) of hidden states after the norm."""
   weight = head_weight(params, cfg).astype(hidden.dtype)
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
-  return jnp.einsum(
-    "...d,vd->...v", hidden, weight, preferred_element_type=wide
-  )
+  return gyre_kernels.linear(hidden, weight, out_dtype=wide)

@@ -72,7 +72,7 @@ def _decode_loop(
 ):
   """Feeds each row's token, samples its next, up to `steps` times.
 
-  attend_at(step, positions [B, 1]) is one step's attention over `state`.
+  attend_at(positions [B, 1]) is a step's attention over `state`.
   Returns the state, the steps done, ids and log-probabilities [max_steps, B].
   """
   B = rows["tokens"].shape[0]
@@ -90,7 +90,7 @@ def _decode_loop(
       cfg,
       tokens[:, None],
       jnp.maximum(at, 0),
-      attend_at(i, at),
+      attend_at(at),
       state,
     )
     logits = transformer.logits(params, cfg, hidden[:, 0])
@@ -133,7 +133,7 @@ def _decode_loop(
 
 
 def _decode(params, kv, rows, steps, until_any, *, cfg, block, max_steps):
-  def attend_at(_, at):
+  def attend_at(at):
     return paged.paged_attend(rows["table"], at, block=block)
 
   return _decode_loop(
@@ -154,13 +154,12 @@ def _decode_window(
   cfg,
   max_steps,
 ):
-  def attend_at(step, at):
-    return window.attend(step, base, common, at)
+  def attend_at(at):
+    return window.attend(rows["table"], base, common, at)
 
-  recent = tuple(window.no_recent(w, max_steps) for w in windows)
   state, done, ids, logps = _decode_loop(
     params,
-    tuple(zip(recent, windows, kv, strict=True)),
+    tuple(zip(windows, kv, strict=True)),
     rows,
     steps,
     until_any,
@@ -168,18 +167,8 @@ def _decode_window(
     cfg=cfg,
     max_steps=max_steps,
   )
-  first, fed = rows["positions"], ids.T >= 0
-  at = jnp.where(fed, first[:, None] + jnp.arange(max_steps), -1)
-  kv, windows = [], []
-  for recent, copy, pages in state:
-    windows.append(window.append(copy, recent, first - base, fed))
-    kv.append(
-      tuple(
-        paged.write(page, new.swapaxes(0, 1), rows["table"], at)
-        for page, new in zip(pages, recent, strict=True)
-      )
-    )
-  return tuple(kv), tuple(windows), done, ids, logps
+  windows, kv = zip(*state, strict=True)
+  return kv, windows, done, ids, logps
 
 
 def _empty(kv, *, rows, tokens, dtype):
@@ -237,8 +226,6 @@ class Programs:
     self._decode_window: dict[tuple[int, int], Any] = {}
     self._prefill: dict[tuple[int, int], Any] = {}
     self._copy: Any = None
-    # Which order of the matrices XLA's CPU multiplies faster.
-    self._order = "oi" if self.dtype == jnp.bfloat16 else "io"
     self._place = jax.jit(self._converted)
 
   @property
@@ -247,14 +234,14 @@ class Programs:
     return self.cfg, self.shapes, str(self.dtype), self.device
 
   def _converted(self, params):
-    params = params_lib.convert_layout(
-      params, self.cfg, layout="layers", order=self._order
+    params = params_lib.fuse(
+      params_lib.convert_layout(params, self.cfg, layout="layers", order="oi")
     )
     # A copy: the giver may donate its own arrays afterwards.
     return jax.tree.map(lambda x: jnp.copy(x.astype(self.dtype)), params)
 
   def place(self, params: params_lib.Params) -> params_lib.Params:
-    """The engine's own copy: one array a layer, its order and dtype."""
+    """The engine's own copy: arrays a layer, siblings fused, its dtype."""
     return self._place(jax.device_put(params, self.device))
 
   def compile(self) -> None:
@@ -267,10 +254,9 @@ class Programs:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     s = self.shapes
-    specs = params_lib.param_specs(
-      self.cfg, layout="layers", order=self._order, dtype=self.dtype
-    )
-    params = jax.tree.map(abstract, params_lib.abstract_params(specs))
+    specs = params_lib.param_specs(self.cfg)
+    params = jax.eval_shape(self._converted, params_lib.abstract_params(specs))
+    params = jax.tree.map(abstract, params)
     kv = jax.tree.map(
       abstract,
       jax.eval_shape(lambda: new_cache(self.cfg, s, self.dtype, None)),

@@ -9,6 +9,7 @@ from gyre.rollout import paged
 
 _MAX_STEPS = 16
 _WINDOW = 256
+_ROWS = 1, 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,9 @@ def _windows(
   Two lengths for each batch: what most completions need, and the most that
   takes no more memory than the pages do. More rows than pages have none.
   """
-  # A bf16 matrix-vector product is slow on CPUs: pad the batch.
-  small = (1, 8, 16) if rollout.dtype == "float32" else (8, 16)
   slots, page = rollout.max_slots, rollout.page_size
   windows = []
-  for rows in (*(n for n in small if n < slots), slots):
+  for rows in (*(n for n in _ROWS if n < slots), slots):
     most = min(-(-max_context // page), rollout.num_pages // rows)
     sizes = {min(-(-_WINDOW // page), most), most} - {0}
     windows += [(rows, n * page) for n in sorted(sizes)]

@@ -4,8 +4,7 @@ Reading pages row by row costs more than the products with them, so the rows
 that decode together keep a copy laid out for the products: keys [B, K, H, S],
 values [B, K, S, H], from the first token that not all of them share. What all
 share stays in its pages and is multiplied with every row's query at once.
-A dispatch only reads both; its own tokens lie in a short buffer, the same
-index for every row, and go to the copy and the pages when it ends.
+New tokens go to the copy and to the pages.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from gyre.rollout import paged
 
@@ -26,7 +25,6 @@ _SHARED = ("BKGH,SKH->BKGS", "BKGS,SKH->BKGH")
 _OWN = ("BKGH,BKHS->BKGS", "BKGS,BKSH->BKGH")
 
 Window = tuple[Array, Array]
-Recent = tuple[Array, Array]
 
 
 def empty(pages: paged.Pages, rows: int, size: int, dtype: jnp.dtype) -> Window:
@@ -64,40 +62,28 @@ def load(
   return k, v
 
 
-def no_recent(
-  window: Window, steps: int
-) -> tuple[Float[Array, "T B K H"], Float[Array, "T B K H"]]:
-  """Room for the keys and values of a dispatch's steps."""
-  B, K, _, H = window[1].shape
-  room = jnp.zeros((steps, B, K, H), window[1].dtype)
-  return room, room
-
-
-def append(
+def write(
   window: Window,
-  recent: Recent,
-  first: Int[Array, "B"],
-  fed: Bool[Array, "B T"],
+  k: Float[Array, "B K H"],
+  v: Float[Array, "B K H"],
+  at: Int[Array, "B"],
 ) -> Window:
-  """Writes a dispatch's tokens behind what each row holds.
-
-  Args:
-    window: of the rows.
-    recent: of the dispatch.
-    first: each row's index of its first token.
-    fed: which steps of the dispatch a row took.
-
-  Returns:
-    The window.
-  """
-  k, v = window
-  new_k, new_v = (x.swapaxes(0, 1) for x in recent)
-  at = first[:, None] + jnp.arange(fed.shape[1])
-  # Out of range is dropped.
-  at = jnp.where(fed, at, k.shape[-1])
-  rows = jnp.arange(k.shape[0])[:, None]
-  k = k.at[rows, :, :, at].set(new_k, mode="drop")
-  return k, v.at[rows, :, at].set(new_v, mode="drop")
+  """Writes a token a row at its index, which must be within the window."""
+  k, v = (
+    new.astype(held.dtype) for new, held in zip((k, v), window, strict=True)
+  )
+  if len(at) == 1:
+    # XLA's CPU copies all of the window for a scatter of one row.
+    put = jax.lax.dynamic_update_slice
+    return (
+      put(window[0], k[..., None], (0, 0, 0, at[0])),
+      put(window[1], v[:, :, None], (0, 0, at[0], 0)),
+    )
+  rows = jnp.arange(len(at))
+  return (
+    window[0].at[rows, :, :, at].set(k, mode="promise_in_bounds"),
+    window[1].at[rows, :, at].set(v, mode="promise_in_bounds"),
+  )
 
 
 def _add_products(seen, q, keys, values, sees, softcap, equations):
@@ -112,25 +98,8 @@ def _add_products(seen, q, keys, values, sees, softcap, equations):
   return paged.fold(seen, s, sees, softcap, mixed)
 
 
-def _add_recent(seen, q, recent, step, window, softcap):
-  """Folds the dispatch's own tokens: too few for a product to pay."""
-  k, v = (x.astype(jnp.float32)[:, :, :, None] for x in recent)
-  s = jnp.sum(q.astype(jnp.float32) * k, -1)
-  back = step - jnp.arange(len(k))
-  sees = back >= 0
-  if window is not None:
-    sees &= back <= window
-  return paged.fold(
-    seen,
-    jnp.moveaxis(s, 0, -1),
-    sees,
-    softcap,
-    lambda p: jnp.sum(jnp.moveaxis(p, -1, 0)[..., None] * v, 0),
-  )
-
-
 def attend(
-  step: Int[Array, ""],
+  table: Int[Array, "B W"],
   base: Int[Array, ""],
   common: Int[Array, "W"],
   positions: Int[Array, "B 1"],
@@ -138,26 +107,29 @@ def attend(
   """The forward pass's attention of one token a row.
 
   Args:
-    step: of the dispatch.
+    table: pages of each row, where its tokens are written too.
     base: tokens that all rows share, in full pages; the window's first token
       stands there.
     common: the pages of the shared tokens.
     positions: absolute position of each row's token; -1 marks padding.
 
   Returns:
-    attend(q, k, v, (recent, window, pages), *, window, softcap, sinks, scale)
-    -> (out [B, 1, N, H], the same with the new token in recent).
+    attend(q, k, v, (window, pages), *, window, softcap, sinks, scale)
+    -> (out [B, 1, N, H], the same with the new token in both).
   """
 
   def attend(q, k, v, state, *, window, softcap, sinks, scale):
-    recent, (keys, values), pages = state
+    copy, pages = state
     B, _, N, H = q.shape
     K, page = k.shape[2], pages[0].shape[1]
     size = -(-_SHARED_KEYS // page) * page
-    table = jnp.pad(common, (0, -len(common) % (size // page)))
-    recent = tuple(
-      jax.lax.dynamic_update_index_in_dim(x, new[:, 0].astype(x.dtype), step, 0)
-      for x, new in zip(recent, (k, v), strict=True)
+    shared = jnp.pad(common, (0, -len(common) % (size // page)))
+    # What a row holds that is padding, or has ended, is void.
+    at = jnp.maximum(positions[:, 0] - base, 0)
+    keys, values = copy = write(copy, k[:, 0], v[:, 0], at)
+    pages = (
+      paged.write(pages[0], k, table, positions),
+      paged.write(pages[1], v, table, positions),
     )
     q = (q[:, 0] * scale).reshape(B, K, N // K, H).astype(keys.dtype)
 
@@ -166,17 +138,17 @@ def attend(
       return paged.visible(positions, at, window) & (at < end)
 
     def add_shared(j, seen):
-      at = jax.lax.dynamic_slice_in_dim(table, j * (size // page), size // page)
+      count = size // page
+      at = jax.lax.dynamic_slice_in_dim(shared, j * count, count)
       k, v = (paged.loaded(x[at]).reshape(size, K, H) for x in pages)
       some = sees(j * size, size, base)
       return _add_products(seen, q, k, v, some, softcap, _SHARED)
 
     seen = paged.nothing_seen((B, K, N // K), H, sinks)
     seen = jax.lax.fori_loop(0, -(-base // size), add_shared, seen)
-    some = sees(base, keys.shape[-1], (positions - step)[:, :, None, None])
+    some = sees(base, keys.shape[-1], positions[:, :, None, None] + 1)
     seen = _add_products(seen, q, keys, values, some, softcap, _OWN)
-    seen = _add_recent(seen, q, recent, step, window, softcap)
     out = paged.normalised(seen).reshape(B, 1, N, H)
-    return out.astype(k.dtype), (recent, (keys, values), pages)
+    return out.astype(k.dtype), (copy, pages)
 
   return attend

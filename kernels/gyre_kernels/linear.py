@@ -7,18 +7,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from gyre_kernels import _check
 from gyre_kernels._manual import vary_as
 
+# By bytes of a number: how many rows XLA's CPU multiplies faster with the
+# weight on the left.
+_FEW_ROWS = {2: range(12, 65), 4: range(2, 65)}
 _PRODUCT = {"oi": "mi,oi->mo", "io": "mi,io->mo"}
 _D_ROWS = {"oi": "mo,oi->mi", "io": "mo,io->mi"}
 _D_WEIGHT = {"oi": "mi,mo->oi", "io": "mi,mo->io"}
 
 
 def linear(
-  x: Float[Array, "... I"], weight: Float[Array, "O I"], *, order: str = "oi"
+  x: Float[Array, "... I"],
+  weight: Float[Array, "O I"],
+  *,
+  order: str = "oi",
+  out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "... O"]:
   """Returns `x @ weight.T`, or `x @ weight` for a weight stored [in, out].
 
@@ -30,9 +38,10 @@ def linear(
     x: rows, of any leading shape.
     weight: of x's type; `[O, I]`, or `[I, O]` for order "io".
     order: "oi" or "io".
+    out_dtype: of the product, in which it is summed too; None: x's.
 
   Returns:
-    The product, of x's type.
+    The product.
 
   Raises:
     ValueError: for shapes or types that do not fit together.
@@ -45,24 +54,52 @@ def linear(
   shape = (out, x.shape[-1])
   _check.check_shape("weight", weight, shape if order == "oi" else shape[::-1])
   args = x.reshape(-1, x.shape[-1]), weight
-  y = _linear(order, *vary_as(args, args))
+  out_dtype = jnp.dtype(out_dtype or x.dtype)
+  y = _linear(order, out_dtype, *vary_as(args, args))
   return checkpoint_name(y, "linear").reshape(*x.shape[:-1], out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(order, x, weight):
-  return jnp.einsum(_PRODUCT[order], x, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(order, out_dtype, x, weight):
+  def plain(x, weight):
+    return jnp.einsum(
+      _PRODUCT[order], x, weight, preferred_element_type=out_dtype
+    )
+
+  rows, size = x.shape[0], x.dtype.itemsize
+  on_cpu = plain
+  if rows == 1 and size == 2:
+    on_cpu = functools.partial(_two_rows, plain)
+  elif order == "oi" and rows in _FEW_ROWS.get(size, ()):
+    on_cpu = functools.partial(_weight_left, out_dtype)
+  return lax.platform_dependent(x, weight, cpu=on_cpu, default=plain)
 
 
-def _save(order, x, weight):
-  return _linear(order, x, weight), (x, weight)
+def _two_rows(plain, x, weight):
+  """A matrix-vector product in 16 bits, for which XLA's CPU has no product."""
+  return plain(jnp.concatenate((x, x)), weight)[:1]
 
 
-def _backward(order, saved, dy):
+def _weight_left(out_dtype, x, weight):
+  """The product for few rows; the other way XLA's CPU repacks the weight."""
+  y = jnp.einsum(
+    "oi,im->om", weight, by_rows(x.T), preferred_element_type=out_dtype
+  )
+  return by_rows(y).T
+
+
+def _save(order, out_dtype, x, weight):
+  return _linear(order, out_dtype, x, weight), (x, weight)
+
+
+def _backward(order, out_dtype, saved, dy):
   x, weight = saved
-  dx = jnp.einsum(_D_ROWS[order], dy, weight)
-  plain = functools.partial(jnp.einsum, _D_WEIGHT[order])
-  if x.dtype.itemsize >= 4:
+  dx = jnp.einsum(_D_ROWS[order], dy, weight).astype(x.dtype)
+
+  def plain(x, dy):
+    return jnp.einsum(_D_WEIGHT[order], x, dy).astype(weight.dtype)
+
+  if x.dtype.itemsize >= 4 or out_dtype != x.dtype:
     return dx, plain(x, dy)
   narrow = functools.partial(_narrow_gradient, order)
   return dx, lax.platform_dependent(x, dy, cpu=narrow, default=plain)

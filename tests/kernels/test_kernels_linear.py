@@ -45,11 +45,28 @@ def _assert_near(got, wanted, dtype, tolerance=2.0**-8):
 
 @ORDERS
 @SIZES
+@pytest.mark.parametrize("rows", [1, 2, 24, 100])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_product_and_gradients(size, order, dtype):
-  arrays, wide = _case(size, order, dtype)
+def test_product_and_gradients(size, order, dtype, rows):
+  arrays, wide = _case(size, order, dtype, (rows,))
   got = jax.jit(_got, static_argnums=3)(*arrays, order)
   _assert_near(got, _wanted(*wide, order), dtype)
+
+
+@ORDERS
+@pytest.mark.parametrize("rows", [1, 8, 24, 100])
+def test_a_wider_product_of_16_bits_is_not_rounded(order, rows):
+  (x, weight, _), (wide_x, w, dy) = _case(
+    (24, 40), order, jnp.bfloat16, (rows,)
+  )
+  y, pull = jax.vjp(
+    lambda *a: gyre_kernels.linear(*a, order=order, out_dtype=jnp.float32),
+    x,
+    weight,
+  )
+  wanted, dx, dw = _wanted(wide_x, w, dy, order)
+  _assert_near([y], [wanted], jnp.float32)
+  _assert_near(pull(jnp.asarray(dy, jnp.float32)), (dx, dw), jnp.bfloat16)
 
 
 @ORDERS
@@ -101,7 +118,7 @@ def test_a_batch_of_weights(order, dtype):
 
 
 def test_a_policy_finds_the_product_by_its_name():
-  x, w = jnp.ones((2, 3)), jnp.ones((5, 3))
+  x, w = jnp.ones((100, 3)), jnp.ones((5, 3))
   keep = jax.checkpoint_policies.save_only_these_names("linear")
 
   def products(policy):

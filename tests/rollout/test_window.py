@@ -99,41 +99,48 @@ def test_decoding_over_a_window_equals_decoding_over_pages(options, shared):
   )
   own = table[:, shared // SIZE :][:, : size // SIZE + 2]
   copy = _loaded(pages, own)
-  recent = window.no_recent(copy, steps)
-  state, expected = (recent, copy, pages), pages
+  state, expected = (copy, pages), pages
   call = functools.partial(dict, scale=0.3, **options)
   for i in range(steps):
     q = rng.normal(size=(B, 1, N, H)).astype(np.float32)
     k, v = rng.normal(size=(2, B, 1, K, H)).astype(np.float32)
     at = (held + i)[:, None]
-    out, state = window.attend(i, shared, table[0], at)(
+    out, state = window.attend(table, shared, table[0], at)(
       q, k, v, state, **call()
     )
     by_page = paged.paged_attend(table, at, block=2)
     right, expected = by_page(q, k, v, expected, **call())
     np.testing.assert_allclose(out, right, atol=3e-6)
-  # What the dispatch fed is in the window afterwards, but for rows that ended.
-  fed = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 1]], bool)
-  kept = window.append(state[1], state[0], held - shared, fed)
+  # What was fed is in the window and in the pages.
+  kept, written = state
+  for got, want in zip(written, expected, strict=True):
+    np.testing.assert_array_equal(got, want)
   again = _loaded(expected, own)
   for got, want, axis in zip(kept, again, (3, 2), strict=True):
-    for b, n in enumerate(held - shared + fed.sum(1)):
+    for b, n in enumerate(held - shared + steps):
       np.testing.assert_array_equal(
         jnp.take(got[b], jnp.arange(n), axis - 1),
         jnp.take(want[b], jnp.arange(n), axis - 1),
       )
 
 
-def test_an_empty_row_stays_finite_and_touches_no_other():
-  copy = tuple(jnp.ones(s) for s in ((2, K, H, 8), (2, K, 8, H)))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_empty_row_stays_finite_and_touches_no_other(rows):
+  copy = tuple(jnp.ones(s) for s in ((rows, K, H, 8), (rows, K, 8, H)))
   pages = tuple(jnp.ones((3, SIZE, K, H)) for _ in range(2))
-  state = (window.no_recent(copy, 2), copy, pages)
-  q, kv = jnp.ones((2, 1, N, H)), jnp.ones((2, 1, K, H))
+  q, kv = jnp.ones((rows, 1, N, H)), 2 * jnp.ones((rows, 1, K, H))
   attend = jax.jit(
-    lambda at: window.attend(0, 0, jnp.zeros(4, int), at)(
-      q, kv, kv, state, window=None, softcap=None, sinks=None, scale=1.0
-    )[0]
+    lambda at: window.attend(
+      jnp.ones((rows, 4), int), 0, jnp.zeros(4, int), at
+    )(
+      q, kv, kv, (copy, pages), window=None, softcap=None, sinks=None, scale=1.0
+    )
   )
-  out = np.asarray(attend(jnp.array([[3], [-1]])))
-  np.testing.assert_allclose(out[0], 1.0, rtol=1e-6)
-  assert np.isfinite(out[1]).all()
+  out, (new, written) = attend(jnp.array([[3], [-1]])[-rows:])
+  assert np.isfinite(out[-1]).all()
+  # A row of padding writes to page 0, which is nobody's.
+  changed = np.any(np.asarray(written[0] != pages[0]), (1, 2, 3))
+  assert changed.tolist() == [True, rows > 1, False]
+  if rows > 1:
+    assert np.all(out[0] > 1)
+    assert np.all(new[1][0, :, 3] == 2) and np.sum(new[1][0] == 2) == K * H
