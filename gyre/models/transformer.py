@@ -68,7 +68,10 @@ def forward(
   # Rows are cast after the look-up: casting the table would read all of it.
   x = params["embed"][tokens].astype(dtype or params["embed"].dtype)
   x = constrain(x, _RESIDUAL)
-  rope = rope_lib.tables(cfg.rope, cfg.head_dim, positions)
+  # Kept, or XLA would fuse the cosines into each layer's every head.
+  rope = jax.lax.optimization_barrier(
+    rope_lib.tables(cfg.rope, cfg.head_dim, positions)
+  )
 
   def layer(p, x, rope, layer_state, window):
     return apply_layer(

@@ -144,7 +144,10 @@ def sample(
   """
   logits = logits.astype(jnp.float32)
   greedy = temperature <= 0
-  z = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  # Kept, since several passes read it, and the logits may lie by columns.
+  z = jax.lax.optimization_barrier(
+    logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  )
   columns = _columns(z)
   top = jnp.max(jnp.max(columns, 1), -1, keepdims=True)
   cuts = active & ~greedy & ((top_k > 0) | (top_p < 1))
