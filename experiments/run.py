@@ -52,14 +52,30 @@ def _own(error: BaseException) -> BaseException:
   return own
 
 
+def _unknown_option(error: BaseException, argv: list[str]) -> str:
+  """The option of the configuration that does not exist; "" if all do.
+
+  config_flags tells its last part only, in a KeyError or one within another.
+  """
+  said = error
+  while isinstance(said, BaseException):
+    said = said.args[0] if said.args else ""
+  for argument in argv:
+    head, *path = argument.partition("=")[0].lstrip("-").split(".")
+    if head == "config" and str(said).strip("'\"") in path:
+      return ".".join(path)
+  return ""
+
+
 def _parse(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except (OSError, SyntaxError, ImportError, ConfigError) as error:
     _fail(f"--config: {error}")
-  except KeyError as error:
-    _fail(error.args[0])
-  except (flags.Error, AttributeError, TypeError, ValueError) as error:
+  except (KeyError, AttributeError) as error:
+    name = _unknown_option(error, argv)
+    _fail(f"the configuration has no option {name}" if name else _own(error))
+  except (flags.Error, TypeError, ValueError) as error:
     _fail(_own(error))
   return rest
 

@@ -29,8 +29,9 @@ def refuse(directory, environment, *options):
 def test_one_line_for_each_mistake(tmp_path, environment):
   line = refuse(tmp_path / "a", environment, "--config.rollout.top_k=5")
   assert "rollout.top_k" in line
-  line = refuse(tmp_path / "a", environment, "--config.rollout.nonsense=5")
-  assert "nonsense" in line
+  for name in ("rollout.nonsense", "nonsense.seed", "run.dir"):
+    line = refuse(tmp_path / "a", environment, f"--config.{name}=5")
+    assert f"no option {name}" in line
   line = refuse(tmp_path / "a", environment, "--config", "none.py")
   assert "none.py" in line
 
