@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -23,9 +22,8 @@ from gyre.envs import spawn, tool_calls, verifier
 from gyre.envs import task as task_lib
 from gyre.envs.shell import CommandResult
 from gyre.harness import render
+from gyre.rollout import calls
 from gyre.rollout import engine as engine_lib
-
-_MAX_RESENDS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +48,6 @@ class Turn:
 
 
 OnTurn = Callable[[Turn], None]
-
-
-def call_seed(seed: int, group_id: str, execution_id: str, call: int) -> int:
-  """Seed of one model call, in [0, 2^32): a hash of all that names it."""
-  key = f"{seed}\0{group_id}\0{execution_id}\0{call}".encode()
-  return int.from_bytes(hashlib.sha256(key).digest()[:4], "big")
 
 
 def example_messages(
@@ -124,63 +116,6 @@ def tool_text(result: CommandResult, agent: config.Agent) -> str:
   if not note and result.exit_code:
     note = f"[exit {result.exit_code}]"
   return "\n".join(part for part in (output, note) if part)
-
-
-async def _generate(
-  engine: engine_lib.Engine,
-  request: engine_lib.Request,
-  timeout_s: float | None,
-) -> engine_lib.Completion:
-  """One completion; a call that an engine gave up is sent again.
-
-  Returns:
-    The completion; finish_reason "abort" when the timeout ended it, with what
-    was sampled until then.
-
-  Raises:
-    EngineDown: the engine failed, or aborts without end.
-  """
-  loop = asyncio.get_running_loop()
-  deadline = None if timeout_s is None else loop.time() + timeout_s
-  parts: list[engine_lib.Completion] = []
-  for _ in range(_MAX_RESENDS):
-    sampled = [i for p in parts for i in p.ids]
-    resent = dataclasses.replace(
-      request,
-      ids=np.concatenate([np.asarray(request.ids), np.asarray(sampled)]).astype(
-        np.int32
-      ),
-      max_new_tokens=request.max_new_tokens - len(sampled),
-    )
-    work = asyncio.ensure_future(engine.generate(resent))
-    try:
-      left = None if deadline is None else max(deadline - loop.time(), 0.0)
-      done, _ = await asyncio.wait({work}, timeout=left)
-      if not done:
-        await engine.abort(request.request_id)
-      parts.append(await work)
-    finally:
-      if not work.done():
-        work.cancel()
-        await engine.abort(request.request_id)
-    reason = parts[-1].finish_reason
-    if reason == "abort" and sum(len(p.ids) for p in parts) == (
-      request.max_new_tokens
-    ):
-      reason = "length"
-    if reason != "abort" or not done:
-      return engine_lib.Completion(
-        ids=np.concatenate([p.ids for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        versions=np.concatenate([p.versions for p in parts]),
-        finish_reason=reason,
-        routing=parts[-1].routing,
-      )
-    # The engine gave the slot away (a pause, new weights): go on from there.
-    await asyncio.sleep(0.01)
-  raise engine_lib.EngineDown(
-    f"{request.request_id} was aborted {_MAX_RESENDS} times in a row"
-  )
 
 
 class _Loop:
@@ -328,7 +263,7 @@ class _Loop:
       "top_p": self._rollout.top_p,
       "top_k": self._rollout.top_k,
       "max_new_tokens": min(self._agent.max_new_tokens, room),
-      "seed": call_seed(
+      "seed": calls.call_seed(
         self._head["seed"], self._names["group_id"], execution_id, number
       ),
     }
@@ -339,7 +274,7 @@ class _Loop:
       **sampling,
     )
     start = self._clock()
-    completion = await _generate(self._engine, request, left)
+    completion = await calls.generate(self._engine, request, timeout_s=left)
     if completion.finish_reason == "abort":
       self.truncated = "time"
       if not len(completion.ids):

@@ -13,6 +13,7 @@ from gyre.envs import agent, sandbox, scripted
 from gyre.envs import task as task_lib
 from gyre.envs.tasksets import shell
 from gyre.harness import render, templates
+from gyre.rollout import calls
 from gyre.rollout import engine as engine_lib
 
 BOX = config.Sandbox(
@@ -186,7 +187,7 @@ def test_records_hold_what_was_asked_and_when(minimal):
     assert request.temperature == 0.5 == call.sampling_used["temperature"]
     assert (request.top_p, request.top_k) == (1.0, 0)
     assert request.stop_ids == minimal.stop_ids
-    assert request.seed == agent.call_seed(3, "g1", "g1/0", i)
+    assert request.seed == calls.call_seed(3, "g1", "g1/0", i)
     assert call.completion_ids[-1] in minimal.stop_ids
   assert [t.command for t in told] == [*task.solution_turns, None]
   assert [t.index for t in told] == [0, 1, 2]
@@ -196,10 +197,10 @@ def test_call_seeds_depend_on_every_part():
   base = (3, "g1", "g1/0", 0)
   other = [(4, "g1", "g1/0", 0), (3, "g2", "g1/0", 0)]
   other += [(3, "g1", "g1/1", 0), (3, "g1", "g1/0", 1)]
-  seeds = {agent.call_seed(*k) for k in (base, *other)}
+  seeds = {calls.call_seed(*k) for k in (base, *other)}
   assert len(seeds) == 5
   assert all(0 <= s < 1 << 32 for s in seeds)
-  assert agent.call_seed(*base) == agent.call_seed(*base)
+  assert calls.call_seed(*base) == calls.call_seed(*base)
 
 
 TASK = shell.make_task("copy", 0, min_turns=1, max_turns=1)
