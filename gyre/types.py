@@ -15,6 +15,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["scored", "eval_failed", "no_artifact", "discarded"]
 Timeout = Literal["none", "harness", "overall"]
+Boundary = Literal["", "strict", "normalized", "retokenized", "split"]
 
 
 def _ids(x: Any) -> np.ndarray:
@@ -41,6 +42,8 @@ class Call:
     engine: name of the engine that finished the call.
     sampling_asked, sampling_used: sampling parameters, as asked for by the
       harness and as used by the engine.
+    boundary: the step of the ladder (trajectory/ladder.py) by which the prompt
+      goes on from an earlier call; "" for a first call or where unknown.
   """
 
   execution_id: str
@@ -59,6 +62,7 @@ class Call:
   engine: str = ""
   sampling_asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   sampling_used: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  boundary: Boundary = ""
 
   def __post_init__(self):
     object.__setattr__(self, "prompt_ids", _ids(self.prompt_ids))
@@ -171,6 +175,10 @@ class Sample:
     logprobs: float32 [L], behaviour log-probability where mask, else 0.
     versions: int32 [L], weights version where mask, else -1.
     role: role of the leaf.
+    weights: float64 [L], of each token in the loss, 0 where not mask; None: 1
+      where mask.
+    execution_weight: |T_e| of the execution, where it is not the sum of the
+      weights of its samples; the same in all of them.
   """
 
   execution_id: str
@@ -180,11 +188,13 @@ class Sample:
   logprobs: np.ndarray
   versions: np.ndarray
   role: str = "main"
+  weights: np.ndarray | None = None
+  execution_weight: float | None = None
 
   def __post_init__(self):
-    lengths = {
-      f: len(getattr(self, f)) for f in ("ids", "mask", "logprobs", "versions")
-    }
+    names = ("ids", "mask", "logprobs", "versions", "weights")
+    arrays = {f: getattr(self, f) for f in names}
+    lengths = {f: len(x) for f, x in arrays.items() if x is not None}
     if len(set(lengths.values())) != 1:
       raise ValueError(f"sample arrays differ in length: {lengths}")
     if len(self.mask) and self.mask[0]:
