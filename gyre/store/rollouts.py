@@ -3,9 +3,10 @@
 One writer, any number of readers (write-ahead log). A finished execution is
 one transaction, flushed to disk before it returns, so that a killed process
 loses none that was reported. Token arrays are little-endian blobs; a call
-stores the earlier call of its execution whose tokens its prompt extends and
-only what extends them, so that a conversation of n turns costs its length
-once, not n times.
+stores which earlier call of its execution shares the longest prefix with its
+prompt, how long that is, and only what follows, so that a conversation of n
+turns costs its length once, not n times, and so does what branches have in
+common.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
-SCHEMA_VERSION = 1
+#: 1 had no calls.boundary; such a file is read, and brought to 2 to be written.
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE groups (
@@ -47,6 +50,7 @@ CREATE TABLE calls (
   finish_reason TEXT NOT NULL, parent_hint TEXT, role TEXT NOT NULL,
   routing TEXT, t_start REAL NOT NULL, t_end REAL NOT NULL,
   engine TEXT NOT NULL, asked TEXT NOT NULL, used TEXT NOT NULL,
+  boundary TEXT NOT NULL DEFAULT '',
   PRIMARY KEY (execution_id, ordinal)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE samples (
@@ -63,6 +67,9 @@ CREATE TABLE events (
 """
 
 
+_LOG_BYTES = 1 << 22
+
+
 class StoreError(RuntimeError):
   """The store refuses or cannot write; the message is one line."""
 
@@ -75,38 +82,12 @@ def _array(blob: bytes, dtype: str) -> np.ndarray:
   return np.frombuffer(blob, dtype).astype(dtype[1:], copy=True)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-  """Length of the longest common prefix."""
-  n = min(len(a), len(b))
-  differs = np.flatnonzero(a[:n] != b[:n])
-  return int(differs[0]) if len(differs) else n
-
-
 def _json(x: Any) -> str:
   return json.dumps(x, sort_keys=True)
 
 
-def _bases(calls: Sequence[Call]) -> list[tuple[int | None, int]]:
-  """For each call: (ordinal of the call its prompt extends, tokens shared).
-
-  Looks at the call named by parent_hint and at the one before; both are
-  checked token for token, so a wrong hint costs space, never content.
-  """
-  tokens: list[np.ndarray] = []
-  by_id: dict[str, int] = {}
-  out: list[tuple[int | None, int]] = []
-  for i, call in enumerate(calls):
-    candidates = {i - 1, by_id.get(call.parent_hint or "", i - 1)}
-    best: tuple[int | None, int] = (None, 0)
-    for j in sorted(candidates):
-      if j >= 0:
-        shared = _common(tokens[j], call.prompt_ids)
-        if shared > best[1]:
-          best = (j, shared)
-    out.append(best)
-    tokens.append(np.concatenate([call.prompt_ids, call.completion_ids]))
-    by_id[call.call_id] = i
-  return out
+def _sequence(call: Call) -> np.ndarray:
+  return np.concatenate([call.prompt_ids, call.completion_ids])
 
 
 class RolloutStore:
@@ -133,6 +114,8 @@ class RolloutStore:
       if not readonly:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        # What a large execution leaves in the log is given back.
+        self._db.execute(f"PRAGMA journal_size_limit={_LOG_BYTES}")
       version = self._db.execute("PRAGMA user_version").fetchone()[0]
       empty = not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.Error as error:
@@ -143,11 +126,18 @@ class RolloutStore:
           if statement.strip():
             self._db.execute(statement)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    elif version != SCHEMA_VERSION:
+    elif version not in (1, SCHEMA_VERSION):
       self._db.close()
       raise StoreError(
         f"{self.path} has schema {version}, this gyre reads {SCHEMA_VERSION}"
       )
+    elif version == 1 and not readonly:
+      with self._transaction():
+        self._db.execute(
+          "ALTER TABLE calls ADD COLUMN boundary TEXT NOT NULL DEFAULT ''"
+        )
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+    self._boundary = "''" if version == 1 and readonly else "boundary"
 
   def close(self) -> None:
     """Closes the file; everything reported is already on disk."""
@@ -263,8 +253,11 @@ class RolloutStore:
         self._db.execute(
           f"INSERT INTO executions VALUES ({','.join('?' * 14)})", row
         )
-        for i, (base, shared) in enumerate(_bases(e.calls)):
-          self._put_call(i, e.calls[i], base, shared)
+        known = Prefixes()
+        for i, call in enumerate(e.calls):
+          base, shared = known.match(call.prompt_ids)
+          known.add(i, _sequence(call))
+          self._put_call(i, call, base, shared)
     except StoreError as error:
       if isinstance(error.__cause__, sqlite3.IntegrityError):
         raise StoreError(f"execution {e.execution_id} is stored") from None
@@ -277,23 +270,37 @@ class RolloutStore:
     row += (_blob(c.versions, "<i4"), c.finish_reason, c.parent_hint, c.role)
     row += (c.routing, c.t_start, c.t_end, c.engine)
     row += (_json(dict(c.sampling_asked)), _json(dict(c.sampling_used)))
-    self._db.execute(f"INSERT INTO calls VALUES ({','.join('?' * 19)})", row)
+    row += (c.boundary,)
+    self._db.execute(f"INSERT INTO calls VALUES ({','.join('?' * 20)})", row)
 
-  def _calls(self, execution_id: str) -> tuple[Call, ...]:
+  def iter_calls(self, execution_id: str) -> Iterator[Call]:
+    """Yields an execution's calls in order, bit for bit.
+
+    Holds the tokens only of calls that later ones share a prefix with, so that
+    an execution whose calls each re-send a long history fits in memory.
+    """
+    last_use = dict(
+      self._db.execute(
+        "SELECT base, MAX(ordinal) FROM calls WHERE execution_id = ?"
+        " AND base IS NOT NULL GROUP BY base",
+        (execution_id,),
+      )
+    )
     rows = self._db.execute(
       "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
       " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
-      " engine, asked, used FROM calls WHERE execution_id = ?"
-      " ORDER BY ordinal",
+      f" engine, asked, used, {self._boundary} FROM calls"
+      " WHERE execution_id = ? ORDER BY ordinal",
       (execution_id,),
     )
-    calls: list[Call] = []
-    tokens: list[np.ndarray] = []
-    for row in rows:
+    tokens: dict[int, np.ndarray] = {}
+    for ordinal, row in enumerate(rows):
       call_id, group_id, base, shared, prompt, completion = row[:6]
       prompt_ids = _array(prompt, "<i4")
       if base is not None:
         prompt_ids = np.concatenate([tokens[base][:shared], prompt_ids])
+        if last_use[base] == ordinal:
+          del tokens[base]
       call = Call(
         execution_id=execution_id,
         group_id=group_id,
@@ -311,10 +318,25 @@ class RolloutStore:
         engine=row[14],
         sampling_asked=json.loads(row[15]),
         sampling_used=json.loads(row[16]),
+        boundary=row[17],
       )
-      calls.append(call)
-      tokens.append(np.concatenate([prompt_ids, call.completion_ids]))
-    return tuple(calls)
+      if ordinal in last_use:
+        tokens[ordinal] = _sequence(call)
+      yield call
+
+  def _tokens(self, execution_id: str, ordinal: int, length: int) -> np.ndarray:
+    """The first `length` tokens of a call, put together from the bases."""
+    parts: list[np.ndarray] = []
+    while length:
+      base, shared, prompt, completion = self._db.execute(
+        "SELECT base, base_len, prompt, completion FROM calls"
+        " WHERE execution_id = ? AND ordinal = ?",
+        (execution_id, ordinal),
+      ).fetchone()
+      own = np.frombuffer(prompt + completion, "<i4")
+      parts.append(own[: max(length - shared, 0)])
+      ordinal, length = base, min(length, shared)
+    return np.concatenate([np.zeros(0, "<i4"), *parts[::-1]])
 
   def execution(self, execution_id: str) -> Execution | None:
     """Returns a finished execution, bit for bit, or None."""
@@ -333,7 +355,7 @@ class RolloutStore:
       task_id=row[3],
       version=row[4],
       seed=row[5],
-      calls=self._calls(execution_id),
+      calls=tuple(self.iter_calls(execution_id)),
       outcome=None if row[8] is None else Outcome(**json.loads(row[8])),
       truncated=row[6],
       turns=row[7],
@@ -399,18 +421,14 @@ class RolloutStore:
         holds are stored by reference.
       advantages: execution_id -> advantage.
     """
-    calls: dict[str, list[np.ndarray]] = {}
+    known: dict[str, Prefixes] = {}
     rows = []
     for i, s in enumerate(samples):
-      if s.execution_id not in calls:
-        calls[s.execution_id] = [
-          np.concatenate([c.prompt_ids, c.completion_ids])
-          for c in self._calls(s.execution_id)
-        ]
-      base, shared = None, 0
-      for j, tokens in enumerate(calls[s.execution_id]):
-        if (n := _common(tokens, np.asarray(s.ids))) > shared:
-          base, shared = j, n
+      if s.execution_id not in known:
+        known[s.execution_id] = Prefixes()
+        for j, call in enumerate(self.iter_calls(s.execution_id)):
+          known[s.execution_id].add(j, _sequence(call))
+      base, shared = known[s.execution_id].match(np.asarray(s.ids, np.int32))
       mask = np.asarray(s.mask, bool)
       row = (step, i, s.execution_id, s.group_id, s.role)
       row += (advantages.get(s.execution_id), len(mask), base, shared)
@@ -438,9 +456,7 @@ class RolloutStore:
       length, base, shared = row[4:7]
       ids = _array(row[7], "<i4")
       if base is not None:
-        call = self._calls(row[0])[base]
-        head = np.concatenate([call.prompt_ids, call.completion_ids])
-        ids = np.concatenate([head[:shared], ids])
+        ids = np.concatenate([self._tokens(row[0], base, shared), ids])
       bits = np.unpackbits(np.frombuffer(row[8], np.uint8), count=length)
       mask = bits.astype(bool)
       logprobs = np.zeros(length, np.float32)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.trajectory import tree
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
 _int32 = st.integers(-(2**31), 2**31 - 1)
@@ -56,6 +57,7 @@ def _executions(draw):
         t_start=draw(st.floats(0, 1e9)),
         engine=draw(_text),
         sampling_asked=draw(st.dictionaries(_text, _json, max_size=2)),
+        boundary=draw(st.sampled_from(["", "strict", "split"])),
       )
     )
   outcome = draw(
@@ -142,6 +144,79 @@ def test_a_conversation_costs_its_length_once(tmp_path):
   assert stored == 100 + 49 * 3
 
 
+def _branching(turns, seed=0, context=40, said=20):
+  """A long conversation that is compacted, rolled back, and delegates.
+
+  Every fifth call a sub-agent answers under another system prompt that has a
+  long text in common with its siblings'; every ninth rolls the conversation
+  back to an earlier call; every twelfth is a summary, after which the
+  conversation goes on from the middle of a prompt: no whole call is a prefix.
+  """
+  rng = np.random.default_rng(seed)
+
+  def new(n):
+    return rng.integers(0, 50_000, n).astype(np.int32)
+
+  tools, main, calls = new(10 * context), new(10 * context), []
+  history = [main]
+  for i in range(turns):
+    delegated = i % 5 == 4
+    out = new(said)
+    call = Call(
+      execution_id="g/0",
+      group_id="g",
+      call_id=f"{i:04d}",
+      prompt_ids=np.concatenate([tools, new(context)]) if delegated else main,
+      completion_ids=out,
+      logprobs=-rng.random(said),
+      versions=np.full(said, i // 100),
+      finish_reason="stop",
+    )
+    calls.append(call)
+    if delegated:
+      continue
+    if i % 9 == 8:
+      main = history[-2]
+    elif i % 12 == 11:
+      main = main[: (len(history[0]) + len(main)) // 2]
+    else:
+      main = np.concatenate([main, out])
+    main = np.concatenate([main, new(context)])
+    history.append(main)
+  return tuple(calls)
+
+
+def test_what_branches_share_is_stored_once(tmp_path):
+  calls = _branching(120)
+  unique = len(tree.build(calls).ids)
+  sampled = sum(len(c.completion_ids) for c in calls)
+  assert sum(len(c.prompt_ids) for c in calls) > 10 * unique
+  execution = Execution("g/0", "g", 0, "t", calls=calls)
+  with RolloutStore(tmp_path / "r.sqlite") as store:
+    store.put_execution(execution)
+    held = store.size_of("calls", "prompt")
+    held += store.size_of("calls", "completion")
+    assert held == 4 * unique
+    assert store.size_of("calls", "logprobs") == 4 * sampled
+    assert store.size_of("calls", "versions") == 4 * sampled
+    back = store.execution("g/0")
+    assert _bits(back) == _bits(execution)
+    lazily = list(map(_bits, store.iter_calls("g/0")))
+    assert lazily == [_bits(c) for c in calls]
+
+
+def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
+  # Of this size the rows' other columns (350 bytes a call) no longer matter.
+  calls = _branching(100, context=1000, said=500)
+  unique = len(tree.build(calls).ids)
+  sampled = sum(len(c.completion_ids) for c in calls)
+  execution = Execution("g/0", "g", 0, "t", calls=calls)
+  path = tmp_path / "r.sqlite"
+  with RolloutStore(path) as store:
+    store.put_execution(execution)
+  assert path.stat().st_size <= 1.5 * (4 * unique + 8 * sampled)
+
+
 def test_samples_round_trip(tmp_path):
   execution = _chain(turns=3)
   last = execution.calls[-1]
@@ -157,14 +232,24 @@ def test_samples_round_trip(tmp_path):
     np.where(mask, 4, -1).astype(np.int32),
   )
   other = dataclasses.replace(sample, ids=(ids[::-1] + 1).astype(np.int32))
+  # One that leaves a call in the middle of its prompt.
+  cut = len(ids) - 15
+  part = np.concatenate([ids[:cut], [5000]]).astype(np.int32)
+  early = dataclasses.replace(
+    sample,
+    ids=part,
+    mask=mask[-len(part) :],
+    logprobs=sample.logprobs[-len(part) :],
+    versions=sample.versions[-len(part) :],
+  )
   with RolloutStore(tmp_path / "r.sqlite") as store:
     store.put_execution(execution)
     for _ in range(2):  # the second replaces the first
-      store.put_samples(5, [sample, other], {"g/0": 0.25})
+      store.put_samples(5, [sample, other, early], {"g/0": 0.25})
     got = store.samples(5)
-    assert store.size_of("samples", "ids") == 4 * len(ids)
-  assert [a for _, a in got] == [0.25, 0.25]
-  assert _bits([s for s, _ in got]) == _bits([sample, other])
+    assert store.size_of("samples", "ids") == 4 * len(ids) + 4
+  assert [a for _, a in got] == [0.25] * 3
+  assert _bits([s for s, _ in got]) == _bits([sample, other, early])
 
 
 def test_groups_flags_events(tmp_path):
@@ -215,13 +300,36 @@ def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
     assert [e["step"] for e in store.events()] == [1]
 
 
+def test_a_file_of_schema_1_is_read_and_brought_up_to_date(tmp_path):
+  path, execution = tmp_path / "r.sqlite", _chain(turns=3)
+  with RolloutStore(path) as store:
+    store.put_execution(execution)
+  db = sqlite3.connect(path)
+  db.execute("ALTER TABLE calls DROP COLUMN boundary")
+  db.execute("PRAGMA user_version=1")
+  db.close()
+  with RolloutStore(path, readonly=True) as store:
+    assert _bits(store.execution("g/0")) == _bits(execution)
+  newer = _chain("g/1", turns=1)
+  newer = dataclasses.replace(
+    newer, calls=(dataclasses.replace(newer.calls[0], boundary="strict"),)
+  )
+  for _ in range(2):
+    with RolloutStore(path) as store:
+      assert _bits(store.execution("g/0")) == _bits(execution)
+      if store.execution("g/1") is None:
+        store.put_execution(newer)
+  with RolloutStore(path, readonly=True) as store:
+    assert store.execution("g/1").calls[0].boundary == "strict"
+
+
 def test_other_schema_is_refused(tmp_path):
   path = tmp_path / "r.sqlite"
   RolloutStore(path).close()
   db = sqlite3.connect(path)
   db.execute("PRAGMA user_version=99")
   db.close()
-  with pytest.raises(StoreError, match=r"schema 99.*reads 1"):
+  with pytest.raises(StoreError, match=r"schema 99.*reads 2"):
     RolloutStore(path)
   with pytest.raises(StoreError, match=r"none\.sqlite"):
     RolloutStore(tmp_path / "none.sqlite", readonly=True)
