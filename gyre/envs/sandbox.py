@@ -22,11 +22,11 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from gyre import config
-from gyre.envs import errors, shell
+from gyre.envs import errors, shell, spawn
 from gyre.envs import task as task_lib
 
 CommandResult = shell.CommandResult
@@ -34,6 +34,8 @@ SandboxError = errors.SandboxError
 SandboxUnavailable = errors.SandboxUnavailable
 FileTree = Mapping[str, task_lib.FileSpec]
 _PREFIX = "gyre-sandboxes"
+#: Backends that can show paths of this machine: Request.binds and sockets.
+SHOW_PATHS = ("bubblewrap", "process")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Request:
     mounts: absolute path -> files, shown read-only.
     env: further environment variables.
     logs: True gives the sandbox an empty, writable /logs/verifier.
+    binds: absolute path -> a directory or file of the host, shown read-only.
+    sockets: absolute path -> a unix socket of the host, to be connected to:
+      all that the sandbox can reach of the network.
   """
 
   task: task_lib.Task
@@ -57,6 +62,8 @@ class Request:
   mounts: Mapping[str, FileTree] = dataclasses.field(default_factory=dict)
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   logs: bool = False
+  binds: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+  sockets: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
 
 
 class Sandbox(Protocol):
@@ -174,6 +181,9 @@ async def start_backend(request: Request) -> Sandbox:
       raise config.ConfigError(
         f"sandbox.backends names {name!r}; there are {sorted(known)}"
       )
+    if name not in SHOW_PATHS and (request.binds or request.sockets):
+      reasons.append(f"{name}: shows no paths of this machine")
+      continue
     try:
       return await known[name](request)
     except (SandboxError, task_lib.TaskError, OSError) as e:
@@ -181,6 +191,36 @@ async def start_backend(request: Request) -> Sandbox:
   raise SandboxUnavailable(
     f"no sandbox for task {request.task.task_id}: " + "; ".join(reasons)
   )
+
+
+async def _close(box: Sandbox) -> None:
+  """Takes a sandbox down whole, however often its owner is cancelled."""
+  work = asyncio.ensure_future(box.close())
+  await spawn.to_its_end(work)
+  work.result()
+
+
+@contextlib.asynccontextmanager
+async def opened(request: Request) -> AsyncIterator[Sandbox]:
+  """A sandbox that is taken down at the end, whatever happens.
+
+  A cancelled opening is completed, then taken down.
+
+  Raises:
+    as start_backend.
+  """
+  work = asyncio.ensure_future(start_backend(request))
+  try:
+    await spawn.to_its_end(work)
+  except asyncio.CancelledError:
+    if not work.cancelled() and work.exception() is None:
+      await _close(work.result())
+    raise
+  box = work.result()
+  try:
+    yield box
+  finally:
+    await _close(box)
 
 
 async def open_sandbox(
