@@ -124,6 +124,43 @@ class Agent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Harness:
+  """Who holds the conversation: the built-in loop (section agent), or a
+  program inside the sandbox that reaches nothing but gyre's model API. Of the
+  agent section it keeps max_context and the two timeouts.
+
+  name: "command" runs `command`; the others are programs installed at `path`:
+  a Python environment (mini-swe-agent) or a directory with node_modules.
+  command: a line of bash. {instruction} {base_url} {key} {model} {workdir}
+  {path} {python} stand for what they name, quoted; python is an interpreter
+  with the standard library. {instruction_file} holds the instruction.
+  path: shown in the sandbox, read-only, under the same name; mounts: further
+  such directories. args: further arguments of a known program. env: further
+  variables. model: what the harness calls the model.
+  """
+
+  name: Literal[
+    "builtin",
+    "mini-swe-agent",
+    "claude-code",
+    "qwen-code",
+    "codex",
+    "command",
+  ] = "builtin"
+  command: str = ""
+  path: str = ""
+  mounts: tuple[str, ...] = ()
+  args: tuple[str, ...] = ()
+  env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  model: str = "gyre"
+
+  @property
+  def is_external(self) -> bool:
+    """True where a program in the sandbox holds the conversation."""
+    return self.name != "builtin"
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
   """Groups of executions and the embedded engine that serves them.
 
@@ -144,6 +181,30 @@ class Rollout:
   dtype: Literal["float32", "bfloat16"] = "float32"
   resample_zero_variance: bool = False
   resample_limit: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """Which tokens of an execution are trained; gyre.trajectory.select says how.
+
+  mode: "once" (a token sampled several times trains its first sample),
+  "multiplicity" (each call as if by itself) or "leaf" (each path from the root
+  to a leaf as if by itself). max_samples: most paths an execution (0: all);
+  token_budget: most tokens of those paths, shared ones once (0: no budget).
+  unbiased: weights tokens by the chance of their path, instead of strict
+  priority of roles. roles: highest priority first.
+  """
+
+  mode: Literal["once", "multiplicity", "leaf"] = "once"
+  max_samples: int = 5
+  token_budget: int = 0
+  unbiased: bool = False
+  roles: tuple[str, ...] = (
+    "main",
+    "main_summary",
+    "sub_agent",
+    "sub_agent_summary",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +314,9 @@ class Config:
   tasks: Tasks = dataclasses.field(default_factory=Tasks)
   sandbox: Sandbox = dataclasses.field(default_factory=Sandbox)
   agent: Agent = dataclasses.field(default_factory=Agent)
+  harness: Harness = dataclasses.field(default_factory=Harness)
   rollout: Rollout = dataclasses.field(default_factory=Rollout)
+  trajectory: Trajectory = dataclasses.field(default_factory=Trajectory)
   learner: Learner = dataclasses.field(default_factory=Learner)
   optim: Optim = dataclasses.field(default_factory=Optim)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
@@ -368,6 +431,89 @@ _POSITIVE = (
 )
 
 
+# Sandboxes that can show a harness and the socket of its API.
+_HARNESS_BACKENDS = ("bubblewrap", "process")
+
+
+def _check_harness(config: Config) -> None:
+  h, name = config.harness, config.harness.name
+  _require(
+    (name == "command") == bool(h.command.strip()),
+    f"harness.name {name!r} with harness.command {h.command!r}: a command is "
+    "what the name 'command' runs, and needs",
+  )
+  if not h.is_external:
+    return
+  _require(
+    name == "command" or bool(h.path),
+    f"harness.name {name!r} needs harness.path, where it is installed",
+  )
+  _require(
+    name != "command" or not h.args,
+    f"harness.args {h.args} belong into harness.command",
+  )
+  for key, value in h.env.items():
+    _require(
+      key.isidentifier() and isinstance(value, str),
+      f"harness.env must map names to text, got {key!r}: {value!r}",
+    )
+  _require(
+    not config.run.deterministic,
+    f"run.deterministic needs the built-in loop: the clock of harness.name "
+    f"{name!r} is its own",
+  )
+  others = [b for b in config.sandbox.backends if b not in _HARNESS_BACKENDS]
+  _require(
+    not others,
+    f"harness.name {name!r} runs in sandbox.backends {_HARNESS_BACKENDS}, not "
+    f"in {others}",
+  )
+  _require(
+    not config.agent.examples,
+    f"agent.examples {config.agent.examples} are the built-in loop's; "
+    f"harness.name {name!r} writes its own prompts",
+  )
+
+
+def _check_trajectory(config: Config) -> None:
+  t, learner = config.trajectory, config.learner
+  for name in ("max_samples", "token_budget"):
+    value = getattr(t, name)
+    _require(value >= 0, f"trajectory.{name} must not be negative, got {value}")
+  _require(
+    bool(t.roles) and len(set(t.roles)) == len(t.roles),
+    f"trajectory.roles must name each role once, got {t.roles}",
+  )
+  if not t.unbiased:
+    return
+  _require(
+    t.max_samples == 0 or t.max_samples >= len(t.roles),
+    f"trajectory.unbiased draws a path of each role: trajectory.max_samples "
+    f"{t.max_samples} must be 0 or at least {len(t.roles)}",
+  )
+  _require(
+    t.token_budget == 0,
+    "trajectory.unbiased draws a fixed number of paths: "
+    f"trajectory.token_budget must be 0, got {t.token_budget}",
+  )
+  _require(
+    learner.aggregation == "execution_mean",
+    "trajectory.unbiased estimates the mean over an execution's tokens: "
+    "learner.aggregation must be 'execution_mean', got "
+    f"{learner.aggregation!r}",
+  )
+  sequence = [
+    x
+    for x in (learner.loss, learner.correction)
+    if x in ("gspo", "gmpo", "sequence_mask")
+  ]
+  _require(
+    not sequence,
+    "trajectory.unbiased estimates sums over tokens: learner.loss or "
+    f"learner.correction {sequence} is no such sum",
+  )
+
+
 def check(config: Config) -> Config:
   """Returns `config`, or raises ConfigError for values that contradict."""
   for path in _POSITIVE:
@@ -417,6 +563,8 @@ def check(config: Config) -> Config:
     f"examples follow tasks.site {config.tasks.site}",
   )
   _require(bool(config.sandbox.backends), "sandbox.backends is empty")
+  _check_trajectory(config)
+  _check_harness(config)
   _require(
     config.learner.row_tokens >= a.max_context,
     f"learner.row_tokens {config.learner.row_tokens} must hold the longest "
