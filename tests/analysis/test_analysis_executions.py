@@ -100,8 +100,8 @@ def test_selection_and_order(run):
   assert executions.select(rows, task="move") == []
   assert ids(executions.sort(rows, "sampled"))[-1] == "train-0/0"
   best = [dataclasses.replace(rows[2], score=0.75), *rows[:2]]
-  for column, first in (("score", "train-0/0"), ("-score", "eval-0/0")):
-    order = ids(executions.sort(best, column))
+  for turned, first in ((False, "train-0/0"), (True, "eval-0/0")):
+    order = ids(executions.sort(best, "score", largest_first=turned))
     assert order[0] == first and order[-1] == "train-0/1"
   with pytest.raises(RunError, match="column 'size' is not one of id, phase"):
     executions.sort(rows, "size")

@@ -5,6 +5,7 @@ import json
 import pathlib
 import xml.etree.ElementTree as ElementTree
 
+import branching
 import numpy as np
 import pytest
 
@@ -217,3 +218,87 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys):
   assert _command()(["--run", f"a={path}", "--out", str(out)]) == 2
   error = capsys.readouterr().err
   assert "config.json" in error and error.count("\n") == 1
+
+
+@pytest.fixture
+def branched(tmp_path):
+  """A run of one branching execution that was evaluated."""
+  path = tmp_path / "run"
+  path.mkdir()
+  execution = branching.renamed(branching.everything(), "eval-0", 0)
+  with RolloutStore(path / "rollouts.sqlite") as store:
+    store.put_group(Group("eval-0", 0, "copy-1"), "eval")
+    store.put_execution(execution)
+  return path
+
+
+def test_the_command_shows_executions(branched, capsys):
+  assert _command()([str(branched), "--sort", "branches"]) == 0
+  out = capsys.readouterr().out
+  assert "1 of 1 executions" in out and "eval-0/0" in out
+  assert _command()([str(branched), "--phase", "train"]) == 0
+  assert "eval-0/0" not in capsys.readouterr().out
+
+
+def test_the_command_shows_a_tree(branched, capsys):
+  assert _command()([str(branched), "--tree", "eval-0/0"]) == 0
+  out, err = capsys.readouterr()
+  assert "compaction: call 0005 goes on from the summary" in out
+  assert "no tokenizer.json was found" in err and "after" not in out
+  branching.tokenizer().save(str(branched / "tokenizer.json"))
+  assert _command()([str(branched), "--tree", "0/0"]) == 0
+  out, err = capsys.readouterr()
+  assert 'older " notes.md<|end|>' in out and not err
+
+
+def test_the_tokenizer_is_where_the_configuration_says(branched, capsys):
+  config = {"tokenizer": {"source": "file", "path": str(branched / "t.json")}}
+  (branched / "config.json").write_text(json.dumps({"config": config}))
+  branching.tokenizer().save(str(branched / "t.json"))
+  assert _command()([str(branched), "--tree", "eval-0/0"]) == 0
+  assert "<|end|>" in capsys.readouterr().out
+
+
+def test_the_command_writes_a_page(branched, capsys):
+  out = branched / "pages" / "tree.html"
+  given = [str(branched), "--tree", "eval-0/0", "--html", str(out)]
+  assert _command()(given) == 0
+  said = capsys.readouterr().out
+  assert said.startswith(f"{out}: 4 branches, ")
+  page = out.read_text("utf-8")
+  assert page.startswith("<!doctype html>") and "eval-0/0" in page
+
+
+@pytest.mark.parametrize(
+  "given,said",
+  [
+    ([], "name a RUN"),
+    (["{}", "--tree", "other"], "there are (1): eval-0/0"),
+    (["{}/none", "--tree", "eval-0/0"], "holds no run"),
+    (["{}", "--html", "x"], "--html needs --tree"),
+    (["{}", "--sort", "size"], "column 'size' is not one of"),
+    (["{}", "--limit", "0"], "--limit is 0"),
+    (["{}", "--limit", "few"], "invalid int value"),
+    (["{}", "--phase", "test"], "invalid choice"),
+    (["{}", "--run", "a=b"], "are two reports"),
+    (["--run", "a=b"], "needs --out"),
+    (["--tree", "a"], "name a RUN"),
+    (["{}", "--tree", "eval-0/0", "--tokenizer", "{}/no"], "cannot read"),
+    (["{}", "--tree", "eval-0/0", "--html", "{}/rollouts.sqlite/x"], "xists"),
+    (["{}/broken"], "is malformed"),
+  ],
+)
+def test_mistakes_about_one_run_are_one_line(branched, capsys, given, said):
+  broken = branched / "broken" / "rollouts.sqlite"
+  broken.parent.mkdir()
+  content = bytearray((branched / "rollouts.sqlite").read_bytes())
+  content[4096:] = b"\xff" * len(content[4096:])
+  broken.write_bytes(content)
+  try:
+    status = _command()([g.format(branched) for g in given])
+  except SystemExit as end:
+    status = end.code
+  assert status == 2
+  out, error = capsys.readouterr()
+  assert said in error and error.count("\n") - ("note:" in error) == 1
+  assert not out
