@@ -19,6 +19,7 @@ SUB_AGENT = "sub-agent"
 COMPACTION = "compaction"
 RETRY = "retry"
 LENGTH = "length"
+NORMALIZED = "turn's end rewritten"
 RETOKENIZED = "retokenised"
 THINKING = "thinking stripped"
 DROPPED = "history dropped"
@@ -33,6 +34,7 @@ KINDS = {
   COMPACTION: "the history was replaced by a summary of it",
   RETRY: "the same prompt was sampled again",
   LENGTH: "a turn was cut by the token limit and closed differently",
+  NORMALIZED: "the template ends a turn otherwise than it was sampled",
   RETOKENIZED: "the same text in other tokens",
   THINKING: "earlier thinking is left out of the later prompt",
   DROPPED: "a part of the history is left out of the later prompt",
@@ -181,6 +183,23 @@ def _cut_turn(
   return None
 
 
+def _normalized(
+  newer: Call, before: Sequence[Call], depth: int
+) -> Reason | None:
+  """The ladder dropped the last tokens of the call that this goes on from."""
+  source = next((c for c in before if c.call_id == newer.parent_hint), None)
+  if source is None or newer.boundary != "normalized":
+    return None
+  dropped = len(source.prompt_ids) + len(source.completion_ids) - depth
+  if dropped < 1:
+    return None
+  return Reason(
+    NORMALIZED,
+    f"the prompt of call {newer.call_id} goes on from call {source.call_id} "
+    f"without its last {dropped:,} tokens",
+  )
+
+
 def _same_text(
   old: np.ndarray, new: np.ndarray, pieces: Pieces
 ) -> tuple[str, str] | None:
@@ -277,7 +296,8 @@ def explain(
 
   Returns:
     The first reason that what is recorded bears out: sub-agent, summary, retry
-    or parallel calls, a cut turn, and else how the ids differ.
+    or parallel calls, a cut turn, a repaired boundary, and else how the ids
+    differ.
   """
   pieces = pieces or Pieces()
   names = [c.call_id for c in calls]
@@ -286,5 +306,6 @@ def explain(
     _by_role(older, newer, calls[min(i, j) : max(i, j)], depth)
     or _went_on(older, newer, depth)
     or _cut_turn(older, newer, calls[:j], depth)
+    or _normalized(newer, calls[:j], depth)
     or _rewritten(older, newer, depth, pieces)
   )

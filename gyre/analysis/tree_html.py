@@ -249,6 +249,7 @@ def _calls(history: History) -> list[dict[str, Any]]:
       "finish": c.finish_reason,
       "seconds": f"{max(c.t_end - c.t_start, 0):.2f}",
       "parent": c.parent_hint or "",
+      "boundary": c.boundary,
     }
     for i, c in enumerate(history.execution.calls)
   ]

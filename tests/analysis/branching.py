@@ -45,7 +45,17 @@ class Player:
     self.calls = []
     self._rng = np.random.default_rng(7)
 
-  def call(self, prompt, said, role="main", *, parent=None, finish="stop", t=0):
+  def call(
+    self,
+    prompt,
+    said,
+    role="main",
+    *,
+    parent=None,
+    finish="stop",
+    t=0,
+    boundary="",
+  ):
     """Adds a call; returns its prompt and completion, as ids."""
     prompt, said = encode(prompt), encode(said)
     n, i = len(said), len(self.calls)
@@ -64,6 +74,7 @@ class Player:
         role=role,
         t_start=start,
         t_end=start + 5,
+        boundary=boundary,
       )
     )
     return prompt + said

@@ -133,6 +133,16 @@ def test_a_cut_turn_that_the_template_closed():
   assert _kind(play)[0] == reasons.LENGTH
 
 
+def test_a_turn_s_end_that_the_template_writes_otherwise():
+  play = Player()
+  first = play.call(HEAD, f"{CALL}.\n<|end|>")
+  prompt = first[:-2] + encode("<|end|><|tool|>a<|assistant|>")
+  play.call(prompt, "ok<|end|>", parent="0000", boundary="normalized")
+  kind, branch = _kind(play)
+  assert kind == reasons.NORMALIZED
+  assert "without its last 2 tokens" in branch.reason.detail
+
+
 def test_the_same_text_in_other_tokens():
   play = Player()
   letters = [t for c in "look at all" for t in encode(c)]
