@@ -44,7 +44,9 @@ setup(
     "smollm2": _SMOLLM2,
     "dev": [
       "accelerate",
+      "anthropic",
       "hypothesis",
+      "openai",
       "pytest",
       "ruff",
       "torch==2.13.0",

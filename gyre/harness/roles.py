@@ -1,0 +1,153 @@
+"""What part a model call plays in its execution: main, sub-agent, summary.
+
+A harness does not say; its conversations do. Roles are deduced from all calls
+of an execution together, since what a call was for may show only later: a
+summary is one because a new conversation opens with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+_SHORTEST = 20
+_ASKS = re.compile(
+  r"\b(summar(y|ies|i[sz]e|i[sz]ing)|compact(ion|ing)?|recap|condense)\b",
+  re.I,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+  """What is known of a call's part.
+
+  Attributes:
+    call_id: of the call.
+    parent: call_id of the call whose messages it goes on from, whether or not
+      its ids do; None opens a conversation.
+    system: the system prompt.
+    tools: names of the tools offered, sorted.
+    told: what the harness says that it had not said to the parent; what tools
+      and the model say excepted.
+    first_user, last_user: the first and last message of the user.
+    said: what the model said.
+    arguments: texts in the arguments of its tool calls.
+  """
+
+  call_id: str
+  parent: str | None = None
+  system: str = ""
+  tools: tuple[str, ...] = ()
+  told: str = ""
+  first_user: str = ""
+  last_user: str = ""
+  said: str = ""
+  arguments: tuple[str, ...] = ()
+
+
+# (the calls in order of start, the index of one) -> its role, or None for
+# what `deduce` says.
+RoleOf = Callable[[Sequence[Note], int], str | None]
+
+
+def _squeeze(text: str) -> str:
+  return "".join(text.split())
+
+
+def _quotes(text: str, said: str) -> bool:
+  """Whether `text` takes over what was said: at least half of its lines."""
+  lines = [s for x in said.splitlines() if len(s := _squeeze(x)) >= _SHORTEST]
+  if not lines:
+    whole = _squeeze(said)
+    lines = [whole] if whole else []
+  within = sum(line in text for line in lines)
+  return bool(lines) and 2 * within >= len(lines)
+
+
+def _from_arguments(note: Note, before: Sequence[Note]) -> bool:
+  """Whether the first question of the user is a tool call's argument."""
+  first = _squeeze(note.first_user)
+  if not first:
+    return False
+  for earlier in before:
+    for argument in earlier.arguments:
+      squeezed = _squeeze(argument)
+      if squeezed == first:
+        return True
+      if len(squeezed) >= _SHORTEST and squeezed in first:
+        return True
+  return False
+
+
+def _main(notes: Sequence[Note]) -> Note:
+  """The call that shows what the main conversation looks like.
+
+  Harnesses ask for a title and the like beside it, without tools.
+  """
+  return next((n for n in notes if n.tools), notes[0])
+
+
+def deduce(notes: Sequence[Note]) -> list[str]:
+  """The role of each call: main, main_summary, sub_agent, sub_agent_summary.
+
+  A call that goes on with a conversation has its role. A new conversation
+  that opens with a summary goes on with what was summarised. Another is a
+  sub-agent's if its first question came from a tool call's arguments, or if
+  its system prompt or tools are not those of the main one (and its first
+  question is not the main one's either). A call is a summary if it asks for
+  one and the harness later tells its answer.
+
+  Args:
+    notes: in order of start.
+  """
+  base: dict[str, str] = {}
+  summaries: set[int] = set()
+  for i, note in enumerate(notes):
+    told = _summary(notes, i)
+    if told is not None:
+      summaries.add(told)
+    if note.parent in base:
+      role = base[note.parent]
+    elif told is not None:
+      role = base[notes[told].call_id]
+    else:
+      role = _opens(notes, i)
+    base[note.call_id] = role
+  return [
+    base[n.call_id] + ("_summary" if i in summaries else "")
+    for i, n in enumerate(notes)
+  ]
+
+
+def _summary(notes: Sequence[Note], index: int) -> int | None:
+  """The latest summary among the calls before that the harness now tells."""
+  told = _squeeze(notes[index].told)
+  if not told:
+    return None
+  for i in range(index - 1, -1, -1):
+    earlier = notes[i]
+    asked = _ASKS.search(earlier.last_user) or _ASKS.search(earlier.system)
+    # Where the request stands too, a history is told again.
+    again = _squeeze(earlier.last_user) in told
+    if asked and not again and _quotes(told, earlier.said):
+      return i
+  return None
+
+
+def _opens(notes: Sequence[Note], index: int) -> str:
+  """Role of a call that opens a conversation of its own."""
+  note, main = notes[index], _main(notes)
+  if _from_arguments(note, notes[:index]):
+    return "sub_agent"
+  if (note.system, note.tools) == (main.system, main.tools):
+    return "main"
+  return "main" if note.first_user == main.first_user else "sub_agent"
+
+
+def of_all(notes: Sequence[Note], role_of: RoleOf | None = None) -> list[str]:
+  """`deduce`, but where `role_of` says otherwise."""
+  roles = deduce(notes)
+  if role_of is None:
+    return roles
+  return [role_of(notes, i) or role for i, role in enumerate(roles)]
