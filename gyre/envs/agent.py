@@ -207,14 +207,17 @@ class _Loop:
     self._deadline = (
       None if self._deterministic else asyncio.get_running_loop().time() + limit
     )
-    ids = self._renderer.render(self._messages, tools=self._tools)
+    written = self._renderer.text(self._messages, tools=self._tools)
+    prompt = render.NextPrompt(
+      np.asarray(self._renderer.encode(written), np.int32), "", written
+    )
     parent = None
     for turn in range(self._agent.max_turns):
-      room = self._agent.max_context - len(ids)
+      room = self._agent.max_context - len(prompt.ids)
       if room < 1:
         self.truncated = "context"
         return
-      call = await self._call(ids, parent, room)
+      call = await self._call(prompt, parent, room)
       if call is None:
         return
       text = self._renderer.completion_text(call.completion_ids)
@@ -232,24 +235,22 @@ class _Loop:
       output, go_on = await self._act(box, parsed)
       message = tool_calls.result_message(self._agent.tool_format, output)
       self._tell(turn, text, parsed.command, output, call)
-      sampled = np.concatenate([call.prompt_ids, call.completion_ids])
-      bridge = self._renderer.bridge(
-        sampled, self._messages, [message], tools=self._tools
-      )
       self._messages.append(message)
       if not go_on:
         return
-      if bridge is None:
-        # The template rewrites what came before: a new branch of the tree.
-        parent = None
-        ids = self._renderer.render(self._messages, tools=self._tools)
-      else:
-        parent = call.call_id
-        ids = [*sampled.tolist(), *bridge]
+      # Where the template rewrites what came before, a new branch begins.
+      prompt = self._renderer.next_prompt(
+        call.prompt_ids,
+        call.completion_ids,
+        self._messages,
+        prompt_text=prompt.text,
+        tools=self._tools,
+      )
+      parent = call.call_id if prompt.extends else None
     self.truncated = "turns"
 
   async def _call(
-    self, ids: Sequence[int], parent: str | None, room: int
+    self, prompt: render.NextPrompt, parent: str | None, room: int
   ) -> types.Call | None:
     """One model call, recorded; None when no time is left for it."""
     left = self._time_left()
@@ -268,7 +269,7 @@ class _Loop:
       ),
     }
     request = engine_lib.Request(
-      ids=np.asarray(ids, np.int32),
+      ids=prompt.ids,
       stop_ids=self._renderer.stop_ids,
       request_id=f"{execution_id}#{number}",
       **sampling,
@@ -293,6 +294,7 @@ class _Loop:
       engine=self._engine_name or type(self._engine).__name__,
       sampling_asked=sampling,
       sampling_used=sampling,
+      boundary=prompt.step,
     )
     self._calls.append(call)
     return call

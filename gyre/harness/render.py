@@ -2,16 +2,19 @@
 
 A conversation is rendered once, by the model's chat template; from then on it
 only grows: the ids of the next prompt are those of the last one, the ids that
-were sampled, and a *bridge*, the encoding of what the template writes after
-the sampled message. Sampled tokens are never decoded and encoded again, so
-every token is trained under exactly the context it was sampled in.
+were sampled, and the encoding of what the template writes after the sampled
+message. Sampled tokens are never decoded and encoded again while their text
+stands, so every token is trained under exactly the context it was sampled in.
 
 Templates that rewrite what came before (thinking stripped from earlier turns,
-for one) allow no bridge; the caller then opens a branch with a new rendering.
+for one) do not allow that. The ladder of trajectory/ladder.py then decides,
+before sampling, what is kept; whatever it says, the next prompt has the text
+that the template writes for the conversation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -26,6 +29,8 @@ import numpy as np
 import tokenizers
 
 from gyre.harness import templates
+from gyre.trajectory import ladder
+from gyre.types import Boundary
 
 Message = Mapping[str, Any]
 
@@ -91,8 +96,28 @@ def compile_template(
     raise TemplateError(f"chat template, line {e.lineno}: {e}") from None
 
 
-def _squeeze(text: str) -> str:
-  return "".join(text.split())
+@dataclasses.dataclass(frozen=True, eq=False)
+class NextPrompt:
+  """The prompt that goes on from a call.
+
+  Attributes:
+    ids: int32 [P], the whole prompt.
+    step: of the ladder.
+    text: what the template wrote, of which `ids` are the tokens.
+    prompt_drop, sampled_drop: tokens at the ends of the call's prompt and of
+      its completion that are not in `ids` (normalized only).
+  """
+
+  ids: np.ndarray
+  step: Boundary
+  text: str
+  prompt_drop: int = 0
+  sampled_drop: int = 0
+
+  @property
+  def extends(self) -> bool:
+    """Whether the call's prompt and completion are a prefix of `ids`."""
+    return self.step in ("strict", "retokenized")
 
 
 class Renderer:
@@ -153,9 +178,8 @@ class Renderer:
       )
     self.stop_ids = tuple(sorted(stops))
     added = tokenizer.get_added_tokens_decoder()
-    self._special = tuple(
-      sorted((t.content for t in added.values() if t.special), key=len)
-    )[::-1]
+    self._special_text = {i: t.content for i, t in added.items() if t.special}
+    self._special = tuple(sorted(self._special_text.values(), key=len))[::-1]
 
   @classmethod
   def from_directory(
@@ -238,15 +262,27 @@ class Renderer:
     messages: Sequence[Message],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    as_sampled: bool = False,
   ) -> str:
     """What the template writes for `messages`.
+
+    Args:
+      messages: the conversation.
+      add_generation_prompt: whether the model is to speak next.
+      tools: descriptions for the template.
+      as_sampled: leaves special tokens in the assistant's messages: what was
+        sampled may hold them (a call of a tool, in some families).
 
     Raises:
       TemplateError: the template refused them.
     """
     try:
       return self._template.render(
-        messages=[self._clean(m) for m in messages],
+        messages=[
+          m if as_sampled and m.get("role") == "assistant" else self._clean(m)
+          for m in messages
+        ],
         tools=list(tools) if tools else None,
         add_generation_prompt=add_generation_prompt,
         **self._args,
@@ -284,6 +320,89 @@ class Renderer:
     """
     return self.encode(self.text(messages, add_generation_prompt, tools))
 
+  def next_prompt(
+    self,
+    prompt_ids: Sequence[int] | np.ndarray,
+    sampled_ids: Sequence[int] | np.ndarray,
+    messages: Sequence[Message],
+    *,
+    prompt_text: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+  ) -> NextPrompt:
+    """The prompt of a conversation that may go on from a call.
+
+    Its text is what the template writes for `messages`; as many tokens of the
+    call are kept as the ladder allows, and what they leave is encoded.
+
+    Args:
+      prompt_ids: of the call, [P].
+      sampled_ids: of the call, [C], the stop token included.
+      messages: the whole conversation. A sampled message stands if its
+        content is `completion_text`, the text of tool calls included.
+      prompt_text: `text` of the NextPrompt that prompt_ids are from, or what
+        the template wrote for them. It saves comparing all of the prompt.
+      tools: as given to `render`.
+
+    Raises:
+      TemplateError: the template refused the messages.
+    """
+    prompt = np.asarray(prompt_ids, np.int32)
+    sampled = np.asarray(sampled_ids, np.int32).tolist()
+    text = ""
+    for as_sampled in (True, False):
+      written = self.text(messages, True, tools, as_sampled=as_sampled)
+      if written == text:
+        break
+      text = written
+      start, following = self._after_agreement(prompt, text, prompt_text)
+      tail = prompt[start:].tolist()
+      repair = ladder.climb(tail, sampled, following, self)
+      if repair.step != "split":
+        break
+    rest = np.asarray(repair.ids(tail, sampled), np.int32)
+    return NextPrompt(
+      ids=np.concatenate([prompt[:start], rest]),
+      step=repair.step,
+      text=text,
+      prompt_drop=repair.prompt_drop,
+      sampled_drop=repair.sampled_drop,
+    )
+
+  def _after_agreement(
+    self, prompt: np.ndarray, text: str, prompt_text: str | None
+  ) -> tuple[int, list[int]]:
+    """Where to compare a prompt with a text that may go on from it.
+
+    Returns:
+      (index of the special token in the prompt before which all is as in the
+      text, or 0; the ids of the text from that token on).
+    """
+    if prompt_text is not None and text.startswith(prompt_text):
+      start = len(prompt) - 1
+      while start > 0 and int(prompt[start]) not in self._special_text:
+        start -= 1
+      token = self._special_text.get(int(prompt[start])) if start > 0 else ""
+      at = prompt_text.rfind(token) if token else 0
+      if self.encode(prompt_text[at:]) == prompt[start:].tolist():
+        return start, self.encode(text[at:])
+    # Token by token would part at the first split that is not canonical.
+    whole = self.encode(text)
+    start = other = 0
+    special = list(self._special_text)
+    pairs = zip(
+      np.flatnonzero(np.isin(prompt, special)).tolist(),
+      np.flatnonzero(np.isin(whole, special)).tolist(),
+      strict=False,
+    )
+    for a, b in pairs:
+      mine, its = prompt[start:a].tolist(), whole[other:b]
+      if prompt[a] != whole[b] or (
+        mine != its and self.decode(mine) != self.decode(its)
+      ):
+        break
+      start, other = a, b
+    return start, whole[other:]
+
   def bridge(
     self,
     previous_ids: Sequence[int] | np.ndarray,
@@ -293,9 +412,10 @@ class Renderer:
   ) -> list[int] | None:
     """Ids that lead from a sampled message to the next one.
 
-    The next prompt is `previous_ids + bridge`. The bridge holds the end of
-    the sampled turn where it was cut by a limit, what the template writes
-    between turns, the new messages and the next generation prompt.
+    `next_prompt` for a caller who has prompt and completion in one, and cares
+    only for what extends them. The bridge holds the end of the sampled turn
+    where it was cut by a limit, what the template writes between turns, the
+    new messages and the next generation prompt.
 
     Args:
       previous_ids: prompt and completion of the last call, as sampled.
@@ -305,9 +425,7 @@ class Renderer:
       tools: as given to `render`.
 
     Returns:
-      The ids, or None where no bridge is exact: the template renders the
-      earlier messages, or the text of the sampled one, otherwise now that
-      more follows; or `messages_before` does not tell what was sampled.
+      The ids, or None where the next prompt does not extend `previous_ids`.
 
     Raises:
       ValueError: the last message before is not the assistant's.
@@ -315,50 +433,29 @@ class Renderer:
     """
     if not messages_before or messages_before[-1]["role"] != "assistant":
       raise ValueError("a bridge starts at a message of the assistant")
-    *history, sampled = messages_before
-    prompt = self.text(history, True, tools)
-    after = self.text([*messages_before, *new_messages], True, tools)
-    marked = self.text(
-      [*history, {"role": "assistant", "content": _MARK}, *new_messages],
-      True,
-      tools,
+    before = self.text(messages_before[:-1], True, tools, as_sampled=True)
+    # The prompt ends as its text does, from its last special token on.
+    at = max((before.rfind(token) for token in self._special), default=0)
+    tail = self.encode(before[max(at, 0) :])
+    ids = np.asarray(previous_ids, np.int32)
+    end = next(
+      (
+        i
+        for i in range(len(ids), len(tail) - 1, -1)
+        if ids[i - len(tail) : i].tolist() == tail
+      ),
+      None,
     )
-    before_mark, found, rest = marked.partition(_MARK)
-    body = len(after) - len(rest)
-    if (
-      not found
-      or not before_mark.startswith(prompt)
-      or not after.startswith(prompt)
-      or not after.endswith(rest)
-      or body < len(prompt)
-    ):
+    if end is None:
       return None
-    said = _squeeze(after[len(prompt) : body])
-    ids = self.encode(rest)
-    ended = len(previous_ids) > 0 and int(previous_ids[-1]) in self.stop_ids
-    tail = self._tail_text(previous_ids, ended, len(after) - len(prompt))
-    # The template may write around what was said (an empty thinking block);
-    # what was said must be there whole, and be what was sampled.
-    content = sampled.get("content")
-    own = self.neutral(content) if isinstance(content, str) else None
-    if own is not None and not sampled.get("tool_calls"):
-      own = _squeeze(own)
-      if not said.endswith(own) or not tail.endswith(own):
-        return None
-    elif not tail.endswith(said):
-      return None
-    if ended and ids and ids[0] in self.stop_ids:
-      return ids[1:]
-    return ids
-
-  def _tail_text(
-    self, ids: Sequence[int] | np.ndarray, ended: bool, chars: int
-  ) -> str:
-    """Squeezed text of the last tokens, at least `chars` characters."""
-    end = len(ids) - 1 if ended else len(ids)
-    # A token holds at least one byte, a character at most four.
-    start = max(0, end - 4 * chars - 8)
-    return _squeeze(self.neutral(self.decode(ids[start:end])))
+    following = self.next_prompt(
+      ids[:end],
+      ids[end:],
+      [*messages_before, *new_messages],
+      prompt_text=before,
+      tools=tools,
+    )
+    return following.ids[len(ids) :].tolist() if following.extends else None
 
 
 def train_tokenizer(
