@@ -293,12 +293,16 @@ class WarmStart:
   kinds: procedural kinds and their relative weights; empty takes tasks.kinds.
   any_site: whether conventions are those of another site in each task, so
   that the supervised phase shows all and tells none; else tasks.site's.
+  policy: with an external harness, a Python file that says what a policy which
+  knows the solution would answer it: its reference(instruction, turns) returns
+  a function from the text of a prompt to the answer, for one execution.
   """
 
   steps: int = 0
   tasks: int = 256
   kinds: Mapping[str, float] = dataclasses.field(default_factory=dict)
   any_site: bool = False
+  policy: str = ""
   rows: int = 4
   lr: float = 1e-3
   warmup_steps: int = 10
@@ -436,42 +440,42 @@ _HARNESS_BACKENDS = ("bubblewrap", "process")
 
 
 def _check_harness(config: Config) -> None:
-  h, name = config.harness, config.harness.name
+  h, warm, named = config.harness, config.warm_start, config.harness.is_external
+  who = f"harness.name {h.name!r}"
   _require(
-    (name == "command") == bool(h.command.strip()),
-    f"harness.name {name!r} with harness.command {h.command!r}: a command is "
-    "what the name 'command' runs, and needs",
-  )
-  if not h.is_external:
-    return
-  _require(
-    name == "command" or bool(h.path),
-    f"harness.name {name!r} needs harness.path, where it is installed",
+    (h.name == "command") == bool(h.command.strip()),
+    f"{who} with harness.command {h.command!r}: a command is what the name "
+    "'command' runs, and needs",
   )
   _require(
-    name != "command" or not h.args,
+    not named or h.name == "command" or bool(h.path),
+    f"{who} needs harness.path, where it is installed",
+  )
+  _require(
+    h.name != "command" or not h.args,
     f"harness.args {h.args} belong into harness.command",
   )
-  for key, value in h.env.items():
-    _require(
-      key.isidentifier() and isinstance(value, str),
-      f"harness.env must map names to text, got {key!r}: {value!r}",
-    )
+  wrong = [k for k in h.env if not k.isidentifier()]
+  wrong += [k for k, v in h.env.items() if not isinstance(v, str)]
+  _require(not wrong, f"harness.env must map names to text: {wrong}")
   _require(
-    not config.run.deterministic,
-    f"run.deterministic needs the built-in loop: the clock of harness.name "
-    f"{name!r} is its own",
+    not (named and config.run.deterministic),
+    f"run.deterministic needs the built-in loop: the clock of {who} is its own",
   )
-  others = [b for b in config.sandbox.backends if b not in _HARNESS_BACKENDS]
+  others = sorted(set(config.sandbox.backends) - set(_HARNESS_BACKENDS))
   _require(
-    not others,
-    f"harness.name {name!r} runs in sandbox.backends {_HARNESS_BACKENDS}, not "
-    f"in {others}",
+    not (named and others),
+    f"{who} runs in sandbox.backends {_HARNESS_BACKENDS}, not in {others}",
   )
   _require(
-    not config.agent.examples,
-    f"agent.examples {config.agent.examples} are the built-in loop's; "
-    f"harness.name {name!r} writes its own prompts",
+    not (named and config.agent.examples),
+    f"agent.examples {config.agent.examples} are the built-in loop's; {who} "
+    "writes its own prompts",
+  )
+  _require(
+    named if warm.policy else not (named and warm.steps),
+    f"warm_start.policy {warm.policy!r} with {who}: it says what a policy that "
+    "knows the solution answers an external harness in the warm_start.steps",
   )
 
 

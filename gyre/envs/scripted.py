@@ -1,12 +1,13 @@
-"""An engine that knows the answers: it replays reference solutions.
+"""Engines that know the answers: they replay reference solutions.
 
-Put in place of a model, it makes the agent loop record supervised transcripts
-with exactly the ids that a policy would be trained on.
+Put in place of a model, one makes the agent loop, or an external harness,
+record supervised transcripts with exactly the ids that a policy would be
+trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,15 +95,19 @@ class ScriptedPolicy:
     self._version = version
     self.requests: list[engine_lib.Request] = []
 
+  def _next(self, request: engine_lib.Request) -> list[int]:
+    del request  # it is the next turn's, whatever it says
+    turn = min(len(self.requests), len(self._completions) - 1)
+    return self._completions[turn]
+
   async def generate(
     self,
     request: engine_lib.Request,
     on_token: engine_lib.OnToken | None = None,
   ) -> engine_lib.Completion:
     """The next completion, cut at request.max_new_tokens."""
-    turn = min(len(self.requests), len(self._completions) - 1)
+    whole = self._next(request)
     self.requests.append(request)
-    whole = self._completions[turn]
     ids = whole[: request.max_new_tokens]
     if on_token is not None:
       for i in ids:
@@ -149,3 +154,32 @@ class ScriptedPolicy:
 
   async def close(self) -> None:
     """Holds nothing."""
+
+
+class ReplyingPolicy(ScriptedPolicy):
+  """An Engine for one execution of a harness: a function knows the answers.
+
+  A harness asks in conversations of its own making (compacted, a sub-agent's),
+  which a list of turns cannot follow.
+  """
+
+  def __init__(
+    self,
+    reply: Callable[[str], str],
+    renderer: render.Renderer,
+    *,
+    version: int = 0,
+  ):
+    """Takes the function.
+
+    Args:
+      reply: from the text of a prompt to what is said next.
+      renderer: decodes and encodes, and names the token that ends a turn.
+      version: recorded with every token.
+    """
+    super().__init__((), renderer, "line", version=version)
+    self._reply, self._renderer = reply, renderer
+
+  def _next(self, request: engine_lib.Request) -> list[int]:
+    said = self._reply(self._renderer.decode(request.ids))
+    return [*self._renderer.encode(said), self._renderer.end_id]

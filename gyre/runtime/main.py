@@ -95,7 +95,7 @@ def train(config: Config, directory: pathlib.Path) -> None:
     controller = Controller(config, directory, launched, tasks, runner)
     try:
       with _warnings(controller.record.progress):
-        rows = asyncio.run(_train(controller))
+        rows = asyncio.run(_train(controller, runner))
       title = f"{directory}: {config.run.steps} steps"
       table = progress.final_table(rows, controller.wall_s(), title)
       controller.record.progress.show(table)
@@ -105,9 +105,14 @@ def train(config: Config, directory: pathlib.Path) -> None:
     lock.release()
 
 
-async def _train(controller: Controller) -> list[dict[str, Any]]:
+async def _train(
+  controller: Controller, runner: Runner
+) -> list[dict[str, Any]]:
   await prune()
-  return await controller.run()
+  try:
+    return await controller.run()
+  finally:
+    await runner.close()
 
 
 def evaluate_only(
@@ -165,6 +170,7 @@ async def _evaluate(
     )
     return row
   finally:
+    await runner.close()
     await cell.close()
 
 

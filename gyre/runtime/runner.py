@@ -1,13 +1,20 @@
-"""Runs one execution: the agent loop in a sandbox, then the verifier."""
+"""Runs one execution: an agent in a sandbox, then the verifier.
+
+The agent is the built-in loop, or a harness that talks to the engine through
+its API.
+"""
 
 from __future__ import annotations
 
+import contextlib
+
 from gyre.config import Config, ConfigError
-from gyre.envs import agent, scripted, verifier
+from gyre.envs import agent, external, launchers, scripted, verifier
 from gyre.envs.task import Task
 from gyre.envs.tasksets import shell
 from gyre.harness.render import Renderer
 from gyre.rollout.engine import Engine
+from gyre.runtime import apis
 from gyre.runtime.collect import Dispatch, RunFn
 from gyre.types import Execution
 
@@ -28,14 +35,22 @@ class Runner:
     """Takes what every execution shares.
 
     Args:
-      config: agent, sandbox, rollout, run and tasks sections.
+      config: agent, harness, sandbox, rollout, run, tasks and warm_start
+        sections.
       renderer: messages to token ids.
 
     Raises:
-      ConfigError: worked examples are asked for of a kind that has none.
+      ConfigError: worked examples are asked for of a kind that has none, or a
+        harness that is not there.
     """
     self._config, self._renderer = config, renderer
     self._outcomes = verifier.KnownOutcomes()
+    self._apis = apis.Apis(config, renderer)
+    self._reference: apis.Reference | None = None
+    if config.harness.is_external:
+      launchers.check_installed(config.harness)
+    if config.warm_start.policy:
+      self._reference = apis.load_reference(config.warm_start.policy)
     n = config.agent.examples
     self._easy = tuple(shell.example_tasks(n))
     self._of_kind: dict[str, tuple[Task, ...]] = {}
@@ -63,6 +78,8 @@ class Runner:
     """
 
     async def run(dispatch: Dispatch) -> Execution:
+      if self._config.harness.is_external:
+        return await self._run_external(engine, temperature, dispatch)
       config, policy = self._config, engine
       if policy is None:
         policy = scripted.ScriptedPolicy(
@@ -88,3 +105,39 @@ class Runner:
       )
 
     return run
+
+  async def _run_external(
+    self, engine: Engine | None, temperature: float, dispatch: Dispatch
+  ) -> Execution:
+    config, task = self._config, dispatch.task
+    async with contextlib.AsyncExitStack() as stack:
+      if engine is None:
+        # It knows this task alone, so that it is served for itself.
+        policy = scripted.ReplyingPolicy(
+          self._reference(task.instruction, task.solution_turns),
+          self._renderer,
+        )
+        api = await stack.enter_async_context(self._apis.serving(policy))
+      else:
+        api = await self._apis.of(engine)
+      execution = await external.run_external(
+        task,
+        proxy=api.proxy,
+        socket=api.socket,
+        harness=config.harness,
+        sandbox=config.sandbox,
+        agent=config.agent,
+        verify=self._outcomes.verify,
+        execution_id=dispatch.execution_id,
+        group_id=dispatch.group_id,
+        index=dispatch.index,
+        seed=dispatch.seed,
+        version=dispatch.version,
+        temperature=temperature,
+      )
+      api.check()
+      return execution
+
+  async def close(self) -> None:
+    """Ends what was served to harnesses."""
+    await self._apis.close()

@@ -171,6 +171,14 @@ def test_what_is_not_installed_is_named(tmp_path):
       },
       "agent.examples",
     ),
+    (
+      {
+        "harness": {"name": "command", "command": "x"},
+        "warm_start": {"steps": 1},
+      },
+      "warm_start.policy",
+    ),
+    ({"warm_start": {"steps": 1, "policy": "x.py"}}, "warm_start.policy"),
   ],
 )
 def test_mistakes_of_the_section_are_one_line(sections, needle):
