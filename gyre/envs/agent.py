@@ -18,8 +18,8 @@ import numpy as np
 
 from gyre import config, types
 from gyre.envs import sandbox as sandbox_lib
-from gyre.envs import spawn, tool_calls, verifier
 from gyre.envs import task as task_lib
+from gyre.envs import tool_calls, verifier
 from gyre.envs.shell import CommandResult
 from gyre.harness import render
 from gyre.rollout import calls
@@ -420,29 +420,6 @@ async def run_and_verify(
   return loop.execution(outcome)
 
 
-async def _open(
-  sandbox: config.Sandbox, task: task_lib.Task, deterministic: bool
-) -> sandbox_lib.Sandbox:
-  """Opens a sandbox; a cancelled opening is completed, then taken down."""
-  work = asyncio.ensure_future(
-    sandbox_lib.open_sandbox(sandbox, task, deterministic=deterministic)
-  )
-  try:
-    await spawn.to_its_end(work)
-  except asyncio.CancelledError:
-    if not work.cancelled() and work.exception() is None:
-      await _close(work.result())
-    raise
-  return work.result()
-
-
-async def _close(box: sandbox_lib.Sandbox) -> None:
-  """Takes a sandbox down whole, however often its owner is cancelled."""
-  work = asyncio.ensure_future(box.close())
-  await spawn.to_its_end(work)
-  work.result()
-
-
 async def _attempts(
   loop: _Loop,
   task: task_lib.Task,
@@ -452,11 +429,11 @@ async def _attempts(
   verify: Callable[..., Awaitable[types.Outcome]],
 ) -> types.Outcome:
   """Sandbox, conversation, verification; again while failures allow it."""
+  request = sandbox_lib.Request(task, sandbox, deterministic=deterministic)
   while True:
     outcome = None
     try:
-      box = await _open(sandbox, task, deterministic)
-      try:
+      async with sandbox_lib.opened(request) as box:
         loop.reset()
         await loop.run(box)
         await box.close_shell()
@@ -468,8 +445,6 @@ async def _attempts(
             task, box.workspace, sandbox, deterministic=deterministic
           )
         return outcome
-      finally:
-        await _close(box)
     except sandbox_lib.SandboxError as e:
       if retries <= 0:
         return types.Outcome(status="eval_failed", detail=str(e))
