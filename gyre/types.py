@@ -117,7 +117,8 @@ class Execution:
     calls: in order of start.
     outcome: None until verified.
     truncated: the limit that cut it ("turns", "tokens", "context",
-      "cpu", "time"), or "" when it ended by itself.
+      "cpu", "time", or another one of the sandbox that ended a harness), or
+      "" when it ended by itself.
     turns: tool calls executed.
     messages: the conversation, as the agent loop kept it.
     t_start, t_end: seconds since the epoch.

@@ -64,13 +64,12 @@ def _listen(port):
     try:
       listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       listener.bind(("127.0.0.1", wanted))
+      listener.listen(_BACKLOG)
+      return listener
     except OSError:
       listener.close()
       if not wanted:
         raise
-      continue
-    listener.listen(_BACKLOG)
-    return listener
   raise AssertionError("unreachable")
 
 
