@@ -81,8 +81,10 @@ class _Run:
     seed: int,
     version: int,
     temperature: float | None = None,
+    check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.time,
   ):
+    self._check = check
     self._task, self._proxy, self._harness = task, proxy, harness
     self._names = dict(execution_id=execution_id, group_id=group_id)
     self._head = dict(
@@ -155,6 +157,7 @@ class _Run:
   async def play(self, box: sandbox_lib.Sandbox) -> None:
     """Runs the harness to its end and keeps the workspace."""
     result = await self._run_harness(box, self._open())
+    self._check()
     await box.close_shell()
     await self._close()
     output = tool_calls.middle_cut(result.output, _MAX_OUTPUT_CHARS)
@@ -248,6 +251,8 @@ async def run_external(
     harness: what to run.
     execution_id, group_id, index, seed, version: of the execution's record.
     temperature: replaces the rollout's (evaluation).
+    check: called once the harness has ended; raises where no outcome of it
+      counts, since the model failed.
     clock: seconds since the epoch, for the record.
 
   Returns:
@@ -255,6 +260,7 @@ async def run_external(
 
   Raises:
     asyncio.CancelledError: the sandbox is closed and the key dead before.
+    Whatever `check` raises: likewise.
   """
   run = _Run(task, sandbox=sandbox, agent=agent, **options)
   limit = agent.overall_timeout_s

@@ -120,7 +120,7 @@ class Runner:
         api = await stack.enter_async_context(self._apis.serving(policy))
       else:
         api = await self._apis.of(engine)
-      execution = await external.run_external(
+      return await external.run_external(
         task,
         proxy=api.proxy,
         socket=api.socket,
@@ -134,9 +134,8 @@ class Runner:
         seed=dispatch.seed,
         version=dispatch.version,
         temperature=temperature,
+        check=api.check,
       )
-      api.check()
-      return execution
 
   async def close(self) -> None:
     """Ends what was served to harnesses."""
