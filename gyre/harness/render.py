@@ -237,6 +237,11 @@ class Renderer:
     rest = self.encode(self.text(said, False).partition(_MARK)[2])
     return rest[0] if rest and rest[0] in self.stop_ids else self.stop_ids[0]
 
+  @functools.cached_property
+  def special_ids(self) -> frozenset[int]:
+    """Ids of the special tokens: text can always be cut before one."""
+    return frozenset(self._special_text)
+
   def neutral(self, text: str) -> str:
     """`text` in which no special token can be read.
 
@@ -388,7 +393,7 @@ class Renderer:
     # Token by token would part at the first split that is not canonical.
     whole = self.encode(text)
     start = other = 0
-    special = list(self._special_text)
+    special = list(self.special_ids)
     pairs = zip(
       np.flatnonzero(np.isin(prompt, special)).tolist(),
       np.flatnonzero(np.isin(whole, special)).tolist(),

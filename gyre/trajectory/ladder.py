@@ -175,8 +175,9 @@ def climb(
   """Decides how p' goes on from p and a.
 
   Args:
-    prompt: p. Where p and p' agree at the start, all three may begin at a
-      token that both have there and that text is cut at (a special token).
+    prompt: p. It and p' may be given from the last special token on up to
+      which they agree: text can be cut there, and a drop never reaches past
+      it, since a token that stands is not dropped.
     sampled: a.
     following: p'.
     codec: of the ids.

@@ -21,7 +21,10 @@ def test_the_longest_shared_prefix_of_all_that_were_added(sequences):
   for number, ids in enumerate(sequences):
     array = np.asarray(ids, np.int32)
     best = max((_shared(b, ids) for b in before), default=0)
-    found = known.match(array)
+    found, whole = known.match(array), known.whole(array)
+    standing = [b for b in before if ids[: len(b)] == b]
+    longest = max(standing, key=len, default=None)
+    assert whole == tuple(i for i, b in enumerate(before) if b == longest)
     owner, length = known.add(number, array)
     assert found == (owner, length) and length == best
     assert (owner is None) == (best == 0)
