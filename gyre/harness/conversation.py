@@ -25,17 +25,19 @@ from gyre.harness import render, tool_parsers, wire
 _NOTHING = {"", "(nocontent)"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Prompt:
   """A request's prompt.
 
   Attributes:
     ids: int32 [P].
+    text: what the chat template wrote, of which ids are the tokens; None once
+      another call has gone on from here.
     messages: the conversation as the chat template reads it.
     sent: the same as the harness sent it, tool calls restored.
     tools: offered.
     chain: hash of the whole conversation.
-    parent: call_id of the call whose ids the prompt extends, or None.
+    parent: call_id of the call whose ids the prompt goes on from, or None.
     boundary: the step of the ladder that led here; "" opens a conversation.
     follows: call_id of the call whose messages it goes on from, or None.
     known: messages of `sent` that lie in that call's conversation.
@@ -43,6 +45,7 @@ class Prompt:
   """
 
   ids: np.ndarray
+  text: str | None
   messages: tuple[dict[str, Any], ...]
   sent: tuple[wire.Message, ...]
   tools: tuple[wire.Tool, ...]
@@ -59,8 +62,9 @@ class _Recorded:
   """A call's conversation, what it sampled included."""
 
   call_id: str
-  prompt_ids: np.ndarray
+  prompt: Prompt
   completion_ids: np.ndarray
+  sent: tuple[wire.Message, ...]
   messages: tuple[dict[str, Any], ...]
   call_ids: tuple[str, ...]
 
@@ -104,27 +108,6 @@ def canonical(arguments: str) -> str:
     return arguments
 
 
-def next_prompt(
-  renderer: render.Renderer,
-  prompt_ids: np.ndarray,
-  completion_ids: np.ndarray,
-  messages_before: Sequence[Mapping[str, Any]],
-  new_messages: Sequence[Mapping[str, Any]],
-  tools: Sequence[Mapping[str, Any]] | None,
-) -> tuple[np.ndarray, types.Boundary]:
-  """Ids that go on from a recorded call, and by which step of the ladder.
-
-  Raises:
-    TemplateError: the template refused the messages.
-  """
-  before = np.concatenate([prompt_ids, completion_ids])
-  bridge = renderer.bridge(before, messages_before, new_messages, tools)
-  if bridge is not None:
-    return np.concatenate([before, np.asarray(bridge, np.int32)]), "strict"
-  ids = renderer.render([*messages_before, *new_messages], tools=tools)
-  return np.asarray(ids, np.int32), "split"
-
-
 class Book:
   """The conversations of one execution."""
 
@@ -136,6 +119,7 @@ class Book:
     self._by_chain: dict[bytes, list[_Recorded]] = {}
     self._calls: dict[str, tuple[wire.ToolCall, wire.Said]] = {}
     self._raw: dict[bytes, str] = {}
+    self._latest: dict[str, _Recorded] = {}
 
   def restore(
     self, messages: Sequence[wire.Message]
@@ -269,28 +253,33 @@ class Book:
     names = {c.call_id: c.name for m in sent for c in m.tool_calls}
     schemas = self._schemas(tools)
     found, known = self._longest(sent, chain)
+    if found is not None:
+      # The same texts are kept once, however often they are sent.
+      sent = (*found.sent, *sent[known:])
     boundary: types.Boundary = ""
     try:
       if found is not None:
-        new = [self._one(m, names) for m in sent[known:]]
-        whole = [*found.messages, *new]
-        ids, boundary = next_prompt(
-          self._renderer,
-          found.prompt_ids,
+        whole = [*found.messages, *(self._one(m, names) for m in sent[known:])]
+        following = self._renderer.next_prompt(
+          found.prompt.ids,
           found.completion_ids,
-          found.messages,
-          new,
-          schemas,
+          whole,
+          prompt_text=found.prompt.text,
+          tools=schemas,
         )
+        ids, text = following.ids, following.text
+        boundary = following.step
       else:
         whole = self._with_tools([self._one(m, names) for m in sent], tools)
-        ids = np.asarray(self._renderer.render(whole, tools=schemas), np.int32)
+        text = self._renderer.text(whole, tools=schemas)
+        ids = np.asarray(self._renderer.encode(text), np.int32)
     except render.TemplateError as e:
       raise wire.ApiError("invalid", str(e), "messages") from e
     tail = self._renderer.decode(ids[-8:]).rstrip()
     follows = found.call_id if found else None
     return Prompt(
       ids=ids,
+      text=text,
       messages=tuple(whole),
       sent=sent,
       tools=tools,
@@ -336,15 +325,27 @@ class Book:
     chain = self._chain(conversation, prompt.tools)[-1]
     before = self._by_chain.setdefault(chain, [])
     before[:] = [r for r in before if r.call_id != call_id]
-    before.append(
-      _Recorded(
-        call_id=call_id,
-        prompt_ids=prompt.ids,
-        completion_ids=completion_ids,
-        messages=(*prompt.messages, {"role": "assistant", "content": raw}),
-        call_ids=tuple(c.call_id for m in conversation for c in m.tool_calls),
-      )
+    self._share(prompt)
+    recorded = _Recorded(
+      call_id=call_id,
+      prompt=prompt,
+      sent=conversation,
+      completion_ids=completion_ids,
+      messages=(*prompt.messages, {"role": "assistant", "content": raw}),
+      call_ids=tuple(c.call_id for m in conversation for c in m.tool_calls),
     )
+    before.append(recorded)
+    self._latest[call_id] = recorded
+
+  def _share(self, prompt: Prompt) -> None:
+    """A conversation that grows keeps its ids once, not once a call."""
+    ids, known = prompt.ids, self._latest.get(prompt.follows or "")
+    if known is not None:
+      known.prompt.text = None
+    while known is not None and prompt.boundary in ("strict", "retokenized"):
+      prompt = known.prompt
+      prompt.ids = ids[: len(prompt.ids)]
+      known = self._latest.get(prompt.follows or "")
 
 
 def decoded(arguments: str) -> Any:

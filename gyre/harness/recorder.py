@@ -9,6 +9,7 @@ is one call.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +37,8 @@ class Live:
     number: of the call in its execution, 0-based.
     call_id: the same as in the record.
     answer_id: names the answer to clients.
-    asked: the request.
-    prompt: its prompt.
+    asked: the request, without its messages.
+    prompt: its prompt, with them.
     reader: reads what is sampled.
     said: the completion, once finished.
     finish: "stop", "length", "tool_calls" or "abort", once finished.
@@ -270,7 +271,7 @@ class Execution:
     live = Live(
       number,
       self._name("answer", number),
-      asked,
+      dataclasses.replace(asked, messages=()),
       prompt,
       reader,
       sampling,

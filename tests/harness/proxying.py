@@ -257,11 +257,16 @@ def check_recorded(calls, engine):
 
 
 def check_extends(calls):
-  """A call with a parent begins with the parent's ids, sampled ones too."""
+  """Strict and retokenized prompts begin with all ids of their parents.
+
+  Returns:
+    How many do.
+  """
   known = {c.call_id: c for c in calls}
   extended = 0
   for call in calls:
-    if call.parent_hint is None:
+    assert (call.parent_hint is None) == (call.boundary in ("", "split"))
+    if call.boundary not in ("strict", "retokenized"):
       continue
     parent = known[call.parent_hint]
     before = np.concatenate([parent.prompt_ids, parent.completion_ids])
