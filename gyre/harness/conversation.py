@@ -118,6 +118,7 @@ class Book:
     self._has_calls = "tool_calls" in renderer.chat_template
     self._by_chain: dict[bytes, list[_Recorded]] = {}
     self._calls: dict[str, tuple[wire.ToolCall, wire.Said]] = {}
+    self._payloads: dict[str, str] = {}
     self._raw: dict[bytes, str] = {}
     self._latest: dict[str, _Recorded] = {}
 
@@ -155,9 +156,10 @@ class Book:
     calls, sources = [], []
     for call in message.tool_calls:
       known, said = self._calls.get(call.call_id, (call, None))
-      same = known.name == call.name and canonical(
-        known.arguments
-      ) == canonical(call.arguments)
+      same = known.name == call.name and (
+        known.arguments == call.arguments
+        or self._canonical(known) == self._canonical(call)
+      )
       calls.append(known if same else call)
       sources.append(said if same else None)
     said = sources[0] if all(s is sources[0] for s in sources) else None
@@ -172,9 +174,13 @@ class Book:
       return message
     return dataclasses.replace(message, text=said.text)
 
+  def _canonical(self, call: wire.ToolCall) -> str:
+    known = self._payloads.get(call.arguments)
+    return canonical(call.arguments) if known is None else known
+
   def _key(self, message: wire.Message) -> bytes:
     if message.role == "assistant":
-      calls = [(c.name, canonical(c.arguments)) for c in message.tool_calls]
+      calls = [(c.name, self._canonical(c)) for c in message.tool_calls]
       text = _squeeze(message.text)
       parts = ["assistant", "" if text in _NOTHING else text, calls]
     else:
@@ -188,9 +194,12 @@ class Book:
     start = wire.encode([t.schema() for t in tools])
     chain = [hashlib.blake2b(start, digest_size=16).digest()]
     for message in messages:
-      link = chain[-1] + self._key(message)
-      chain.append(hashlib.blake2b(link, digest_size=16).digest())
+      chain.append(self._link(chain[-1], message))
     return chain
+
+  def _link(self, chain: bytes, message: wire.Message) -> bytes:
+    link = chain + self._key(message)
+    return hashlib.blake2b(link, digest_size=16).digest()
 
   def _schemas(self, tools: Sequence[wire.Tool]) -> list[dict] | None:
     if tools and self._has_tools:
@@ -320,9 +329,10 @@ class Book:
     raw = self._renderer.completion_text(completion_ids)
     for call in said.tool_calls:
       self._calls[call.call_id] = (call, said)
+      self._payloads[call.arguments] = canonical(call.arguments)
     self._raw[self._key(message)] = raw
     conversation = (*prompt.sent, message)
-    chain = self._chain(conversation, prompt.tools)[-1]
+    chain = self._link(prompt.chain, message)
     before = self._by_chain.setdefault(chain, [])
     before[:] = [r for r in before if r.call_id != call_id]
     self._share(prompt)
