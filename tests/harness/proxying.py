@@ -187,7 +187,12 @@ class Served:
     self._names = 0
 
   def __enter__(self):
-    self._socket = socket.create_server(("127.0.0.1", 0))
+    # With its protocol named, asyncio turns Nagle's algorithm off.
+    self._socket = socket.socket(
+      socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
+    self._socket.bind(("127.0.0.1", 0))
+    self._socket.listen(128)
     self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
     self._server = _Server(
       uvicorn.Config(self.proxy.app, log_level="error", lifespan="off")
