@@ -6,8 +6,8 @@
   python experiments/run.py --config FILE --mode compile
 
 The same command on the same directory resumes. What a run writes there:
-config.json, metrics.jsonl, rollouts.sqlite, checkpoints/, timeline.json,
-tensorboard/, log.txt.
+config.json, tokenizer.json, metrics.jsonl, rollouts.sqlite, checkpoints/,
+timeline.json, tensorboard/, log.txt.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ def train(config: Config, directory: pathlib.Path) -> None:
     _cache()
     launched = launch.launch(config, tasks)
     workdir.write_config(directory, config)
+    workdir.write_tokenizer(directory, launched.renderer.tokenizer)
     runner = Runner(config, launched.renderer)
     controller = Controller(config, directory, launched, tasks, runner)
     try:

@@ -15,9 +15,12 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import tokenizers
+
 from gyre.config import Config, ConfigError
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 _FREE = ("run.steps",)
 
 
@@ -129,6 +132,13 @@ def write_config(directory: pathlib.Path, config: Config) -> None:
   """Writes config.json: the resolved configuration and versions."""
   body = {"config": _as_json(config), "versions": versions()}
   write_text(directory / CONFIG, json.dumps(body, indent=2) + "\n")
+
+
+def write_tokenizer(
+  directory: pathlib.Path, tokenizer: tokenizers.Tokenizer
+) -> None:
+  """Writes tokenizer.json: what reads the ids of rollouts.sqlite."""
+  write_text(directory / TOKENIZER, tokenizer.to_str())
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
