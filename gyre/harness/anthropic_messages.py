@@ -83,7 +83,7 @@ def _result(block: Mapping[str, Any], where: str) -> wire.Message:
   if isinstance(content, list):
     content = [
       f"[{b.get('type')}: this model reads text only]"
-      if isinstance(b, Mapping) and b.get("type") in ("image", "document")
+      if isinstance(b, Mapping) and b.get("type") != "text"
       else b
       for b in content
     ]
@@ -190,6 +190,12 @@ def parse(body: Mapping[str, Any]) -> wire.Asked:
     ApiError: malformed, or it asks for what is not served.
   """
   asked = parse_count(body)
+  wire.require(
+    asked.messages[-1].role != "assistant",
+    "this model does not support assistant message prefill; the conversation "
+    "must end with a user message",
+    "messages",
+  )
   most = openai_chat.limit(body, "max_tokens")
   wire.require(most is not None, "Field required", "max_tokens")
   choice = wire.field(body, "tool_choice", dict, {})
@@ -222,12 +228,7 @@ def parse_count(body: Mapping[str, Any]) -> wire.Asked:
   values = wire.field(body, "messages", list, [])
   wire.require(bool(values), "at least one message is required", "messages")
   messages = _messages(values)
-  wire.require(
-    bool(messages) and messages[-1].role != "assistant",
-    "this model does not support assistant message prefill; the conversation "
-    "must end with a user message",
-    "messages",
-  )
+  wire.require(bool(messages), "the messages have no content", "messages")
   return wire.Asked(
     model=wire.field(body, "model", str, ""),
     messages=(*_system(body.get("system")), *messages),

@@ -40,6 +40,8 @@ from gyre.rollout import engine as engine_lib
 
 Request = starlette.requests.Request
 
+_PATIENCE = 4
+
 
 class ClientGone(Exception):
   """The client left, or takes nothing any more."""
@@ -389,15 +391,19 @@ class Proxy:
         async for part in request.stream():
           size += len(part)
           if size > limit:
-            raise wire.ApiError(
-              "too_large", f"the request exceeds {limit} bytes"
-            )
+            # Read on for a while: who still writes would not read the error.
+            parts.clear()
+            if size <= _PATIENCE * limit:
+              continue
+            break
           parts.append(part)
     except TimeoutError:
       raise wire.ApiError(
         "timeout",
         f"the request did not arrive within {self._body_timeout_s} s",
       ) from None
+    if size > limit:
+      raise wire.ApiError("too_large", f"the request exceeds {limit} bytes")
     try:
       body = msgspec.json.decode(b"".join(parts))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

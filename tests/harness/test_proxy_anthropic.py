@@ -192,6 +192,8 @@ def test_prefill_and_foreign_tools_are_refused(renderer):
     user = {"role": "user", "content": "a"}
     with pytest.raises(anthropic.BadRequestError, match="prefill"):
       say(client, [user, {"role": "assistant", "content": "{"}], False)
+    with pytest.raises(anthropic.BadRequestError, match="no content"):
+      say(client, [{"role": "user", "content": []}], False)
     image = {"type": "image", "source": {"type": "url", "url": "http://a"}}
     with pytest.raises(anthropic.BadRequestError, match="text only"):
       say(client, [{"role": "user", "content": [image]}], False)
