@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,7 @@ import starlette.routing
 
 from gyre import config, types
 from gyre.harness import (
+  answering,
   anthropic_messages,
   openai_chat,
   openai_responses,
@@ -43,168 +44,12 @@ Request = starlette.requests.Request
 _PATIENCE = 4
 
 
-class ClientGone(Exception):
-  """The client left, or takes nothing any more."""
-
-
-class _Reply:
-  """A response that is finished: status and body."""
-
-  def __init__(self, status: int, body: Any, headers: dict[str, str]):
-    self._status, self._headers = status, headers
-    self._body = b"" if body is None else wire.encode(body)
-
-  async def __call__(self, scope, receive, send) -> None:
-    head = {
-      "content-type": "application/json",
-      "content-length": str(len(self._body)),
-      **self._headers,
-    }
-    await send(
-      {
-        "type": "http.response.start",
-        "status": self._status,
-        "headers": [(k.encode(), v.encode()) for k, v in head.items()],
-      }
-    )
-    await send({"type": "http.response.body", "body": self._body})
-
-
-async def _nobody(scope, receive, send) -> None:
-  """Answers a client that left before it had asked."""
-  del scope, receive, send
-
-
-class _Answering:
-  """A response that waits for a call and follows the client's connection."""
-
-  def __init__(
-    self,
-    proxy: Proxy,
-    api: ModuleType,
-    execution: recorder.Execution,
-    live: recorder.Live,
-    asked: wire.Asked,
-    headers: dict[str, str],
-  ):
-    self._proxy, self._api, self._execution = proxy, api, execution
-    self._live, self._asked, self._headers = live, asked, headers
-
-  async def __call__(self, scope, receive, send) -> None:
-    """Answers; a client that leaves is left by us."""
-    del scope
-    delivered = False
-    left = asyncio.ensure_future(self._leaves(receive))
-    work = asyncio.ensure_future(self._answer(send))
-    try:
-      await asyncio.wait({left, work}, return_when=asyncio.FIRST_COMPLETED)
-      if work.done():
-        delivered = work.result()
-    except (ClientGone, OSError):
-      delivered = False
-    finally:
-      for task in (left, work):
-        task.cancel()
-      await asyncio.gather(left, work, return_exceptions=True)
-      self._execution.release(self._live, delivered)
-
-  async def _leaves(self, receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-      pass
-
-  async def _send(self, send, message: dict[str, Any]) -> None:
-    """Sends; a client that takes nothing for too long counts as gone."""
-    try:
-      async with asyncio.timeout(self._proxy.send_timeout_s):
-        await send(message)
-    except TimeoutError:
-      raise ClientGone("the client reads nothing") from None
-
-  async def _start(self, send, status: int, kind: str, **more: str) -> None:
-    headers = {"content-type": kind, **self._headers, **more}
-    await self._send(
-      send,
-      {
-        "type": "http.response.start",
-        "status": status,
-        "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-      },
-    )
-
-  async def _answer(self, send) -> bool:
-    """Sends the answer; whether it was one, and not an error."""
-    live = self._live
-    if self._asked.stream:
-      # An error before the first token can still have a status of its own.
-      if live.running and not live.ids:
-        await live.changed(self._proxy.keep_alive_s)
-      if live.running or live.error is None:
-        return await self._stream(send)
-    await live.settled()
-    if live.error is not None or self._cut():
-      fault = self._fault()
-      await self._body(send, wire.STATUS[fault.kind], self._error(fault))
-      return False
-    await self._body(send, 200, self._api.render(self._asked, live.answer()))
-    return True
-
-  def _cut(self) -> bool:
-    """The call was cancelled while this client waits: the key is closed."""
-    return self._live.finish == "abort"
-
-  def _fault(self) -> wire.ApiError:
-    return self._live.error or wire.ApiError(
-      "unavailable", "the call was cancelled"
-    )
-
-  def _error(self, e: wire.ApiError) -> dict[str, Any]:
-    return self._api.error(e, self._headers["request-id"])
-
-  async def _body(self, send, status: int, body: dict[str, Any]) -> None:
-    data = wire.encode(body)
-    length = {"content-length": str(len(data))}
-    await self._start(send, status, "application/json", **length)
-    await self._send(send, {"type": "http.response.body", "body": data})
-
-  async def _stream(self, send) -> bool:
-    live = self._live
-    stream = self._api.Stream(
-      self._asked, live.answer_id, live.start, len(live.prompt.ids)
-    )
-
-    async def push(events: Iterable[bytes], more: bool = True) -> None:
-      body = b"".join(events)
-      if body or not more:
-        await self._send(
-          send,
-          {"type": "http.response.body", "body": body, "more_body": more},
-        )
-
-    await self._start(
-      send, 200, "text/event-stream; charset=utf-8", **_NO_BUFFER
-    )
-    await push(stream.open())
-    while live.running:
-      await push(stream.update(*live.reader.visible()))
-      if live.running and not await live.changed(self._proxy.keep_alive_s):
-        await push([stream.ping()])
-    if live.error is not None or self._cut():
-      await push(stream.fail(self._fault()), more=False)
-      return False
-    await push(stream.close(live.answer()), more=False)
-    return True
-
-
-_NO_BUFFER = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
 class Proxy:
   """Serves executions, each by its key; records what they call.
 
   Attributes:
     app: the ASGI app.
     model: the model's name in the list of models; harnesses may use any.
-    send_timeout_s, keep_alive_s: see the constructor.
   """
 
   def __init__(
@@ -262,7 +107,10 @@ class Proxy:
     }
     self.model = model
     self._max_body, self._body_timeout_s = max_body_bytes, body_timeout_s
-    self.send_timeout_s, self.keep_alive_s = send_timeout_s, keep_alive_s
+    self._timeouts = {
+      "send_timeout_s": send_timeout_s,
+      "keep_alive_s": keep_alive_s,
+    }
     self._clock = clock
     self._executions: dict[str, recorder.Execution] = {}
     self.app = starlette.applications.Starlette(routes=self._routes())
@@ -358,18 +206,18 @@ class Proxy:
       except wire.ApiError as e:
         return self._refuse(e, api, headers)
       except starlette.requests.ClientDisconnect:
-        return _nobody
+        return answering.nobody
 
     return starlette.routing.Route(path, endpoint, methods=["POST"])
 
   def _refuse(
     self, e: wire.ApiError, api: ModuleType, headers: dict[str, str]
-  ) -> _Reply:
+  ) -> answering.Reply:
     if e.kind in ("too_large", "timeout"):
       # The rest of the body is not read.
       headers = headers | {"connection": "close"}
     body = api.error(e, headers["request-id"])
-    return _Reply(wire.STATUS[e.kind], body, headers)
+    return answering.Reply(wire.STATUS[e.kind], body, headers)
 
   def _execution(self, request: Request) -> recorder.Execution:
     key = _key(request)
@@ -420,7 +268,9 @@ class Proxy:
     asked = api.parse(await self._read(request))
     again = request.headers.get("x-stainless-retry-count", "0") != "0"
     live = await execution.begin(asked, retry=again)
-    return _Answering(self, api, execution, live, asked, headers)
+    return answering.Answering(
+      api, execution, live, asked, headers, **self._timeouts
+    )
 
   async def _count(
     self, request: Request, api: ModuleType, headers: dict[str, str]
@@ -428,7 +278,7 @@ class Proxy:
     execution = self._execution(request)
     asked = api.parse_count(await self._read(request))
     tokens = len(execution.prompt(asked).ids)
-    return _Reply(200, api.render_count(tokens), headers)
+    return answering.Reply(200, api.render_count(tokens), headers)
 
   async def _models(self, request: Request):
     headers = _headers()
@@ -441,15 +291,15 @@ class Proxy:
     name = request.path_params.get("name", "")
     model = _model(name or self.model, theirs)
     if name:
-      return _Reply(200, model, headers)
+      return answering.Reply(200, model, headers)
     if theirs:
       ids = {"first_id": self.model, "last_id": self.model, "has_more": False}
-      return _Reply(200, {"data": [model], **ids}, headers)
-    return _Reply(200, {"object": "list", "data": [model]}, headers)
+      return answering.Reply(200, {"data": [model], **ids}, headers)
+    return answering.Reply(200, {"object": "list", "data": [model]}, headers)
 
   async def _root(self, request: Request):
     del request
-    return _Reply(200, {"gyre": "proxy"}, _headers())
+    return answering.Reply(200, {"gyre": "proxy"}, _headers())
 
   async def _unknown(self, request: Request):
     theirs = "anthropic-version" in request.headers

@@ -247,6 +247,30 @@ def test_custom_tools_take_text(renderer, stream):
   assert proxying.check_extends(recorded) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_a_namespace_keep_their_names(renderer, stream):
+  said = proxying.hermes("git__log", '{"n": 3}')
+  with serve(renderer, [said, "ok"]) as served:
+    key = served.open()
+    client = client_of(served, key)
+    inner = {"type": "function", "name": "log", "parameters": {}}
+    space = {"type": "namespace", "name": "git", "tools": [inner]}
+    tools = [space | {"description": "g"}, {"type": "web_search"}]
+    answer = responses(client, stream, input="Log.", tools=tools)
+    (item,) = answer.output
+    assert (item.namespace, item.name) == ("git", "log")
+    items = [
+      {"role": "user", "content": "Log."},
+      {"type": "reasoning", "summary": []},
+      item.model_dump(exclude_none=True),
+      {"type": "function_call_output", "call_id": item.call_id, "output": "a"},
+    ]
+    responses(client, stream, input=items, tools=tools)
+    recorded = served.close(key)
+  assert proxying.check_extends(recorded) == 1
+  assert "web_search" not in renderer.decode(recorded[0].prompt_ids)
+
+
 def test_an_answer_cut_by_a_limit_is_incomplete(renderer):
   with serve(renderer, ["words and words"] * 2) as served:
     client = client_of(served, served.open())
