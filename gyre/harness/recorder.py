@@ -185,10 +185,10 @@ class Execution:
           f"no response {asked.previous!r} to follow",
           "previous_response_id",
         )
-      # The system prompt is not carried over, as the API has it.
-      old = [m for m in before.prompt.sent if m.role != "system"]
-      new = [m for m in messages if m.role != "system"]
-      head = [m for m in messages if m.role == "system"]
+      # Instructions are not carried over, as the API has it.
+      old = before.prompt.sent[bool(before.asked.echo.get("instructions")) :]
+      first = bool(asked.echo.get("instructions"))
+      head, new = messages[:first], messages[first:]
       messages = (*head, *old, before.said.message(), *new)
     return self._book.prompt(messages, asked.tools)
 
