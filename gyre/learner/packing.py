@@ -10,6 +10,7 @@ are kept: a sample's last trained token is a target and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -35,7 +36,7 @@ class Packed:
     tokens_flat: tokens that training each sample by itself would compute.
     tokens_trained: tokens in the rows (shared ones once a tree).
     tokens_padded: R * S summed over micro-steps.
-    num_entries: trained tokens.
+    num_entries: trained tokens, over all samples.
   """
 
   batches: tuple[Batch, ...]
@@ -72,6 +73,14 @@ def _agree(a: np.ndarray, b: np.ndarray) -> int:
   n = min(len(a), len(b))
   differ = np.flatnonzero(a[:n] != b[:n])
   return int(differ[0]) if len(differ) else n
+
+
+def _compare(a: np.ndarray, b: np.ndarray) -> int:
+  """Lexicographic: negative where `a` comes first, as a prefix of `b` does."""
+  n = _agree(a, b)
+  if n == min(len(a), len(b)):
+    return len(a) - len(b)
+  return int(a[n]) - int(b[n])
 
 
 class _Tree:
@@ -141,7 +150,20 @@ class _Tree:
 def _grow(
   trees: list[_Tree], items: list[tuple[int, np.ndarray, int]], limits
 ) -> None:
-  """Adds a group as one tree, or as several that each repeat the prompt."""
+  """Adds a group as one tree, or as several where it exceeds a row.
+
+  A tree that is too large is cut at nodes: each part is a run of its paths in
+  depth-first order, so that what two parts repeat is the path to the node
+  between them and nothing else.
+  """
+  whole = _Tree()
+  for item in items:
+    whole.insert(*item)
+  if whole.num_tokens <= limits[0] and whole.num_entries <= limits[1]:
+    trees.append(whole)
+    return
+  depth_first = functools.cmp_to_key(_compare)
+  items = sorted(items, key=lambda item: depth_first(item[1]))
   tree = None
   for number, ids, entries in items:
     full = tree is not None and (
@@ -238,6 +260,27 @@ class _Numbering:
   execution_weight: np.ndarray  # [executions]
 
 
+def _sample_weight(sample: Sample) -> float:
+  if sample.weights is None:
+    return float(sample.mask.sum())
+  return float(sample.weights[sample.mask].sum())
+
+
+def _execution_weights(samples, execution, weights, count) -> np.ndarray:
+  """|T_e|: as the samples give it, else the sum of their weights."""
+  total = np.bincount(execution, weights, count)
+  told: dict[int, float | None] = {}
+  for e, s in zip(execution.tolist(), samples, strict=True):
+    if told.setdefault(e, s.execution_weight) != s.execution_weight:
+      raise ValueError(
+        f"samples of execution {s.execution_id} disagree on its weight: "
+        f"{told[e]} and {s.execution_weight}"
+      )
+    if s.execution_weight is not None:
+      total[e] = s.execution_weight
+  return total.astype(np.float32)
+
+
 def _write_row(
   batch: Batch, r: int, trees: list[_Tree], samples, number: _Numbering, seen
 ) -> None:
@@ -256,7 +299,7 @@ def _write_row(
       batch.logp_behaviour[r, span] = s.logprobs[where]
       batch.version[r, span] = s.versions[where]
       batch.advantage[r, span] = number.advantage[i]
-      batch.weight[r, span] = 1
+      batch.weight[r, span] = 1 if s.weights is None else s.weights[where]
       batch.sample[r, span] = i
       batch.execution[r, span] = e
       batch.sample_weight[r, span] = number.sample_weight[i]
@@ -300,8 +343,8 @@ def pack(
   Args:
     samples: any order; those without a trained token are passed over.
     advantages: execution_id -> advantage; None gives each 1 (supervised).
-    row_tokens: most tokens of a row. A group whose tree is larger is split
-      over rows that repeat its prompt.
+    row_tokens: most tokens of a row. A group whose tree is larger is cut at
+      nodes; the parts repeat the paths to them.
     row_entries: most entries of a row; None: as many as come.
     micro_rows: rows of a micro-step.
     row_multiple: the mesh's data * fsdp; rows are padded to a multiple of it.
@@ -313,7 +356,8 @@ def pack(
     Packed; `batches` is empty when nothing is trained.
 
   Raises:
-    ValueError: a sample longer than a row, or one without an advantage.
+    ValueError: a sample longer than a row, one without an advantage, or
+      samples that disagree on the weight of their execution.
   """
   samples = [s for s in samples if s.mask.any()]
   _check(samples, row_tokens, row_entries, advantages)
@@ -321,17 +365,17 @@ def pack(
   names: dict[str, int] = {}
   groups: dict[object, list] = {}
   execution = np.zeros(len(samples), int)
-  weights = np.zeros(len(samples), np.float32)
+  weights = np.zeros(len(samples))
   keys, count_of, flat = [], {}, 0
   for i, s in enumerate(samples):
     execution[i] = names.setdefault(s.execution_id, len(names))
     keys.append((s.execution_id, count_of.get(s.execution_id, 0)))
     count_of[s.execution_id] = keys[-1][1] + 1
     fed = s.ids[: int(np.flatnonzero(s.mask)[-1])]
-    weights[i] = s.mask.sum()
+    weights[i] = _sample_weight(s)
     flat += len(fed)
     key = s.group_id if share else i
-    groups.setdefault(key, []).append((i, fed, int(weights[i])))
+    groups.setdefault(key, []).append((i, fed, int(s.mask.sum())))
   number = _Numbering(
     execution,
     np.array(
@@ -340,8 +384,8 @@ def pack(
         for s in samples
       ]
     ),
-    weights,
-    np.bincount(execution, weights, len(names)).astype(np.float32),
+    weights.astype(np.float32),
+    _execution_weights(samples, execution, weights, len(names)),
   )
   trees: list[_Tree] = []
   for items in groups.values():
@@ -364,7 +408,7 @@ def pack(
     tokens_flat=flat,
     tokens_trained=sum(t.num_tokens for t in trees),
     tokens_padded=sum(b.tokens.size for b in batches),
-    num_entries=int(weights.sum()),
+    num_entries=sum(int(b.num_entries.sum()) for b in batches),
   )
 
 
@@ -376,7 +420,7 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
 
   Returns:
     sample number -> arrays of the sample up to its last trained token: ids,
-    mask, logprobs, versions, and the scalars execution and advantage.
+    mask, logprobs, versions, weights, and the scalars execution and advantage.
   """
   out = {}
   for r in range(batch.tokens.shape[0]):
@@ -393,7 +437,9 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
       mask = np.zeros(len(ids), bool)
       logprobs = np.zeros(len(ids), np.float32)
       versions = np.full(len(ids), -1, np.int32)
+      weights = np.zeros(len(ids), np.float32)
       mask[where] = True
+      weights[where] = batch.weight[r, at]
       logprobs[where] = batch.logp_behaviour[r, at]
       versions[where] = batch.version[r, at]
       out[int(i)] = {
@@ -401,6 +447,7 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
         "mask": mask,
         "logprobs": logprobs,
         "versions": versions,
+        "weights": weights,
         "execution": batch.execution[r, at[0]],
         "advantage": batch.advantage[r, at[0]],
       }

@@ -1,6 +1,7 @@
 """Packed rows: round trip, sharing, shapes, refusals."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -145,6 +146,48 @@ def test_a_large_group_repeats_its_prompt_over_rows():
   _check_round_trip(samples, packed, {s.execution_id: 1 for s in samples})
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_oversized_tree_is_cut_at_its_nodes(seed):
+  """Three branches of three leaves: a row holds one branch and the prompt."""
+  samples = []
+  for branch in range(3):
+    for leaf in range(3):
+      ids = [9] * 10 + [branch] * 6 + [10 + leaf] * 5
+      name = f"g/{3 * branch + leaf}"
+      samples.append(_sample(ids, [0] * 10 + [1] * 11, execution=name))
+  order = np.random.default_rng(seed).permutation(9)
+  samples = [samples[i] for i in order]
+  packed = packing.pack(samples, None, row_tokens=30, micro_rows=4)
+  (b,) = packed.batches
+  assert sorted(b.num_tokens) == [0, 28, 28, 28]
+  assert packed.tokens_trained == 3 * (10 + 6 + 3 * 4)
+  _check_round_trip(samples, packed, {s.execution_id: 1 for s in samples})
+
+
+@settings(max_examples=100, deadline=None)
+@given(_sample_sets(), st.sampled_from([11, 14]))
+def test_parts_of_a_tree_repeat_the_path_to_the_cut_alone(samples, row_tokens):
+  packed = packing.pack(samples, None, row_tokens=row_tokens)
+  fed = {}
+  for i, s in enumerate(s for s in samples if s.mask.any()):
+    fed.setdefault(s.group_id, []).append((s.ids[: _trim(s) - 1].tolist(), i))
+  row_of = {
+    int(i): (n, r)
+    for n, b in enumerate(packed.batches)
+    for r in range(len(b.tokens))
+    for i in b.sample[r, : b.num_entries[r]]
+  }
+  want = 0
+  for paths in fed.values():
+    want += len({tuple(p[:n]) for p, _ in paths for n in range(1, len(p) + 1)})
+    in_order = sorted(paths)
+    for (a, i), (b, j) in itertools.pairwise(in_order):
+      if row_of[i] != row_of[j]:
+        agree = [x == y for x, y in zip(a, b, strict=False)]
+        want += ([*agree, False]).index(False)
+  assert packed.tokens_trained == want
+
+
 def test_a_sample_longer_than_a_row_is_refused_naming_both():
   sample = _sample(range(30), [0] * 10 + [1] * 20)
   with pytest.raises(ValueError, match=r"g/0 needs 29 tokens .* 28"):
@@ -243,6 +286,33 @@ def test_weights_of_samples_and_executions(toy_samples):
     ):
       assert sw == samples[i].mask.sum()
       assert ew == of[packed.execution_ids[e]]
+
+
+def test_weights_of_entries_and_a_given_weight_of_the_execution():
+  rng = np.random.default_rng(0)
+  samples = []
+  for i in range(4):
+    s = _sample([1, 2, 3 + i, 4, 5], [0, 0, 1, 0, 1], execution=f"g/{i // 2}")
+    w = np.where(s.mask, rng.uniform(1, 9, 5), 0)
+    told = 40.0 if i < 2 else None
+    samples.append(dataclasses.replace(s, weights=w, execution_weight=told))
+  packed = packing.pack(samples, None, row_tokens=64)
+  assert packed.num_entries == 8
+  (b,) = packed.batches
+  got = packing.unpack(b)
+  totals = [40.0, samples[2].weights.sum() + samples[3].weights.sum()]
+  for i, s in enumerate(samples):
+    np.testing.assert_allclose(got[i]["weights"], s.weights, rtol=1e-6)
+    mine = b.sample == i
+    np.testing.assert_allclose(
+      b.sample_weight[mine], s.weights.sum(), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+      b.execution_weight[mine], totals[i // 2], rtol=1e-6
+    )
+  one = dataclasses.replace(samples[1], execution_weight=41.0)
+  with pytest.raises(ValueError, match=r"g/0 disagree .* 40.0 and 41.0"):
+    packing.pack([samples[0], one], None, row_tokens=64)
 
 
 def test_batch_is_a_pytree():
