@@ -101,6 +101,7 @@ def fold(
   sees: Bool[Array, "*Q S"],
   softcap: float | None,
   mix: Callable[[Array], Array],
+  axis: int = -1,
 ) -> Seen:
   """Adds a block of keys to an online softmax.
 
@@ -110,18 +111,24 @@ def fold(
     sees: broadcasts to scores; a query that sees none keeps all its bits.
     softcap: as in gyre_kernels.attention.
     mix: weights [*Q, S] -> their sum of values [*Q, H], float32.
+    axis: where S stands among the axes of scores, and H among those of the
+      values; it may be elsewhere than last.
 
   Returns:
     seen, with the block.
   """
   top, total, out = seen
+
+  def along(x):
+    return jnp.expand_dims(x, axis)
+
   if softcap:
     scores = softcap * jnp.tanh(scores / softcap)
-  new_top = jnp.maximum(top, jnp.max(jnp.where(sees, scores, _MASKED), -1))
-  p = jnp.where(sees, jnp.exp(scores - new_top[..., None]), 0.0)
+  new_top = jnp.maximum(top, jnp.max(jnp.where(sees, scores, _MASKED), axis))
+  p = jnp.where(sees, jnp.exp(scores - along(new_top)), 0.0)
   shrink = jnp.exp(top - new_top)
-  total = total * shrink + jnp.sum(p, -1)
-  return new_top, total, out * shrink[..., None] + mix(p)
+  total = total * shrink + jnp.sum(p, axis)
+  return new_top, total, out * along(shrink) + mix(p)
 
 
 def normalised(seen: Seen) -> Array:

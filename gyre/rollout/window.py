@@ -9,6 +9,7 @@ New tokens go to the copy and to the pages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -19,10 +20,6 @@ from gyre.rollout import paged
 
 # Keys of the shared prefix multiplied at a time.
 _SHARED_KEYS = 256
-# Equations of the scores and of the mix, over what all rows share in its pages
-# and over the rows' own copies.
-_SHARED = ("BKGH,SKH->BKGS", "BKGS,SKH->BKGH")
-_OWN = ("BKGH,BKHS->BKGS", "BKGS,BKSH->BKGH")
 
 Window = tuple[Array, Array]
 
@@ -86,16 +83,19 @@ def write(
   )
 
 
-def _add_products(seen, q, keys, values, sees, softcap, equations):
-  """Folds keys of one layout: equations of the scores and of the mix."""
-  score, mix = equations
-  s = jnp.einsum(score, q, keys, preferred_element_type=jnp.float32)
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def mixed(p):
-    p = p.astype(values.dtype)
-    return jnp.einsum(mix, p, values, preferred_element_type=jnp.float32)
 
-  return paged.fold(seen, s, sees, softcap, mixed)
+def _by_head(x: Float[Array, "B K G *H"]) -> Float[Array, "K *H N"]:
+  """Queries of all rows side by side, N = B * G, the last axis."""
+  B, K, G, *_ = x.shape
+  return jnp.moveaxis(x, 1, 0).reshape(K, B * G, *x.shape[3:]).swapaxes(1, -1)
+
+
+def _by_row(x: Float[Array, "K *H N"], rows: int) -> Float[Array, "B K G *H"]:
+  """The inverse of `_by_head`."""
+  x = x.swapaxes(1, -1)
+  return jnp.moveaxis(x.reshape(len(x), rows, -1, *x.shape[2:]), 0, 1)
 
 
 def attend(
@@ -133,21 +133,39 @@ def attend(
     )
     q = (q[:, 0] * scale).reshape(B, K, N // K, H).astype(keys.dtype)
 
-    def sees(first, count, end):
-      at = first + jnp.arange(count)
-      return paged.visible(positions, at, window) & (at < end)
+    def sees(first, count):
+      return paged.visible(positions, first + jnp.arange(count), window)
+
+    q_shared = _by_head(q)
 
     def add_shared(j, seen):
       count = size // page
       at = jax.lax.dynamic_slice_in_dim(shared, j * count, count)
       k, v = (paged.loaded(x[at]).reshape(size, K, H) for x in pages)
-      some = sees(j * size, size, base)
-      return _add_products(seen, q, k, v, some, softcap, _SHARED)
+      ours = (j * size + jnp.arange(size) < base)[:, None]
+      if window is not None:
+        some = jnp.broadcast_to(sees(j * size, size), (B, 1, N // K, size))
+        ours = ours & _by_head(some)[0]
+      return paged.fold(
+        seen,
+        _product("SKH,KHN->KSN", k, q_shared),
+        ours,
+        softcap,
+        lambda p: _product("SKH,KSN->KHN", v, p.astype(v.dtype)),
+        axis=1,
+      )
 
     seen = paged.nothing_seen((B, K, N // K), H, sinks)
+    seen = tuple(map(_by_head, seen))
     seen = jax.lax.fori_loop(0, -(-base // size), add_shared, seen)
-    some = sees(base, keys.shape[-1], positions[:, :, None, None] + 1)
-    seen = _add_products(seen, q, keys, values, some, softcap, _OWN)
+    seen = tuple(_by_row(x, B) for x in seen)
+    seen = paged.fold(
+      seen,
+      _product("BKGH,BKHS->BKGS", q, keys),
+      sees(base, keys.shape[-1]),
+      softcap,
+      lambda p: _product("BKGS,BKSH->BKGH", p.astype(values.dtype), values),
+    )
     out = paged.normalised(seen).reshape(B, 1, N, H)
     return out.astype(k.dtype), (copy, pages)
 
