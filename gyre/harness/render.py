@@ -353,17 +353,28 @@ class Renderer:
     """
     prompt = np.asarray(prompt_ids, np.int32)
     sampled = np.asarray(sampled_ids, np.int32).tolist()
-    text = ""
+    found: list[NextPrompt] = []
     for as_sampled in (True, False):
-      written = self.text(messages, True, tools, as_sampled=as_sampled)
-      if written == text:
+      text = self.text(messages, True, tools, as_sampled=as_sampled)
+      if found and text == found[0].text:
         break
-      text = written
-      start, following = self._after_agreement(prompt, text, prompt_text)
-      tail = prompt[start:].tolist()
-      repair = ladder.climb(tail, sampled, following, self)
-      if repair.step != "split":
-        break
+      found.append(self._goes_on(prompt, sampled, text, prompt_text))
+      if found[-1].extends:
+        return found[-1]
+    # What a branch begins with is read without special tokens, if it can be.
+    return next((f for f in found if f.step != "split"), found[-1])
+
+  def _goes_on(
+    self,
+    prompt: np.ndarray,
+    sampled: list[int],
+    text: str,
+    prompt_text: str | None,
+  ) -> NextPrompt:
+    """The ids of `text`, with as much of a call as the ladder keeps."""
+    start, following = self._after_agreement(prompt, text, prompt_text)
+    tail = prompt[start:].tolist()
+    repair = ladder.climb(tail, sampled, following, self)
     rest = np.asarray(repair.ids(tail, sampled), np.int32)
     return NextPrompt(
       ids=np.concatenate([prompt[:start], rest]),
@@ -457,7 +468,7 @@ class Renderer:
       ids[:end],
       ids[end:],
       [*messages_before, *new_messages],
-      prompt_text=before,
+      prompt_text=before if self.decode(ids[:end]) == before else None,
       tools=tools,
     )
     return following.ids[len(ids) :].tolist() if following.extends else None

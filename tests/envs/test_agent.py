@@ -76,6 +76,7 @@ def check_chain(execution, renderer):
     assert len(after.prompt_ids) > len(known)
     np.testing.assert_array_equal(after.prompt_ids[: len(known)], known)
     assert after.parent_hint == before.call_id
+    assert after.boundary in ("strict", "retokenized")
   assert calls[0].parent_hint is None
   seeds = [c.sampling_used["seed"] for c in calls]
   assert len(set(seeds)) == len(seeds)
@@ -470,7 +471,36 @@ def test_a_template_that_strips_thinking_opens_branches(chatml):
   assert execution.outcome.score == 1.0
   # The fenced format answers as the user, before whom thinking is stripped.
   assert [c.parent_hint for c in execution.calls] == [None, None]
+  assert [c.boundary for c in execution.calls] == ["", "split"]
   assert "so" not in renderer.decode(execution.calls[1].prompt_ids).split()
+
+
+def test_an_end_that_the_template_writes_otherwise_is_repaired(chatml):
+  """The engine receives the template's own end; what was sampled is kept."""
+  other = templates.CHATML_TOKENS[0]
+  renderer = render.Renderer(
+    chatml.tokenizer,
+    templates.CHATML,
+    stop_tokens=(templates.CHATML_END, other),
+  )
+  settings = dataclasses.replace(LINE, tool_format="fenced")
+  stop = chatml.tokenizer.token_to_id(other)
+
+  class StopsOtherwise(scripted.ScriptedPolicy):
+    def __init__(self):
+      super().__init__(TASK, renderer, "fenced")
+      self._completions = [[*c[:-1], stop] for c in self._completions]
+
+  execution = run(TASK, renderer, StopsOtherwise(), settings)
+  assert execution.outcome.score == 1.0
+  first, second = execution.calls
+  assert second.boundary == "normalized" and second.parent_hint is None
+  kept = [*first.prompt_ids.tolist(), *first.completion_ids[:-1].tolist()]
+  assert first.completion_ids[-1] == stop
+  assert second.prompt_ids[: len(kept)].tolist() == kept
+  assert second.prompt_ids[len(kept)] == chatml.end_id
+  written = renderer.text(execution.messages[:-1])
+  assert renderer.decode(second.prompt_ids) == written
 
 
 def test_too_few_or_unfit_examples_are_refused():

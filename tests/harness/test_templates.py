@@ -94,6 +94,14 @@ def sample(renderer, said, ending, draw):
   return ids
 
 
+def hides_special(renderer, ids):
+  """Whether a special token is spelled in ordinary ones, as policies may."""
+  read = renderer.encode(renderer.decode(ids))
+  return sum(i in renderer.special_ids for i in ids) != sum(
+    i in renderer.special_ids for i in read
+  )
+
+
 def composed(text):
   return unicodedata.normalize("NFC", text)
 
@@ -125,7 +133,8 @@ def test_extending_a_conversation_extends_its_ids_or_branches(name, data):
     # Known text saves work and changes nothing.
     again = renderer.next_prompt(prompt, sampled, [*before, *new], tools=tools)
     assert again.extends == following.extends
-    np.testing.assert_array_equal(again.ids, following.ids)
+    if again.extends or not hides_special(renderer, [*prompt, *sampled]):
+      np.testing.assert_array_equal(again.ids, following.ids)
     # The text is what the template writes.
     ids = following.ids.tolist()
     written = [
@@ -153,7 +162,7 @@ def test_extending_a_conversation_extends_its_ids_or_branches(name, data):
     expected = ids[len(whole) :] if following.extends else None
     assert bridge == expected or (
       # A sampled generation prompt hides where the completion began.
-      bridge is None and set(sampled[:-1]) & set(renderer._special_text)
+      bridge is None and set(sampled[:-1]) & renderer.special_ids
     )
     messages, prompt, text = [*before, *new], ids, following.text
 

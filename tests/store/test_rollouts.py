@@ -144,12 +144,12 @@ def test_a_conversation_costs_its_length_once(tmp_path):
   assert stored == 100 + 49 * 3
 
 
-def _branching(turns, seed=0, context=40, said=20):
+def _branching(turns, seed=0, context=40, said=20, summary=12):
   """A long conversation that is compacted, rolled back, and delegates.
 
   Every fifth call a sub-agent answers under another system prompt that has a
   long text in common with its siblings'; every ninth rolls the conversation
-  back to an earlier call; every twelfth is a summary, after which the
+  back to an earlier call; every `summary`-th is a summary, after which the
   conversation goes on from the middle of a prompt: no whole call is a prefix.
   """
   rng = np.random.default_rng(seed)
@@ -177,7 +177,7 @@ def _branching(turns, seed=0, context=40, said=20):
       continue
     if i % 9 == 8:
       main = history[-2]
-    elif i % 12 == 11:
+    elif i % summary == summary - 1:
       main = main[: (len(history[0]) + len(main)) // 2]
     else:
       main = np.concatenate([main, out])
@@ -215,6 +215,38 @@ def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
   with RolloutStore(path) as store:
     store.put_execution(execution)
   assert path.stat().st_size <= 1.5 * (4 * unique + 8 * sampled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [75, 150, 300])
+def test_contexts_of_a_million_tokens(tmp_path, turns):
+  """Prints the file's size and the seconds; run with -s."""
+  calls = _branching(turns, context=6_300, said=1_600, summary=101)
+  flat = sum(len(c.prompt_ids) + len(c.completion_ids) for c in calls)
+  longest = max(len(c.prompt_ids) for c in calls)
+  unique = len(tree.build(calls).ids)
+  sampled = sum(len(c.completion_ids) for c in calls)
+  execution = Execution("g/0", "g", 0, "t", calls=calls)
+  path = tmp_path / "r.sqlite"
+  with RolloutStore(path) as store:
+    start = time.perf_counter()
+    store.put_execution(execution)
+    written = time.perf_counter() - start
+    start = time.perf_counter()
+    for a, b in zip(store.iter_calls("g/0"), calls, strict=True):
+      assert _bits(a) == _bits(b)
+    read = time.perf_counter() - start
+    on_disk = sum(p.stat().st_size for p in tmp_path.iterdir())
+  closed, one = path.stat().st_size, 4 * unique + 8 * sampled
+  print(
+    f"\n{turns} calls to {longest} tokens, {flat / 1e6:.1f}M flat, "
+    f"{unique / 1e6:.3f}M unique, {sampled / 1e6:.3f}M sampled: file "
+    f"{closed / one:.3f} of one copy ({one / 1e6:.1f} MB), {on_disk / one:.3f} "
+    f"with its log while open; written in {written:.2f} s "
+    f"({1e9 * written / flat:.1f} ns a flat token), compared in {read:.2f} s"
+  )
+  assert turns < 300 or longest > 1_000_000
+  assert closed <= 1.5 * one
 
 
 def test_samples_round_trip(tmp_path):
