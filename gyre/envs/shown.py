@@ -7,6 +7,7 @@ the directory that this process's sandboxes share.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
 import shutil
@@ -78,4 +79,5 @@ def readable(
           f"{path} is closed to other users and cannot be copied: {e}"
         ) from e
       partial.rename(copy)
+      atexit.register(shutil.rmtree, copy, ignore_errors=True)
   return copy

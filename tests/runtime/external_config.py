@@ -40,8 +40,8 @@ def get_config(mark="gyre"):
       "model": mark,
       "path": str(HARNESSES),
       "command": (
-        "sleep $((RANDOM % 6)); {python} {path}/delegating.py "
-        "--model {model} --turns 3 --compact 100 --tokens 24 {instruction}"
+        "bash -c 'sleep $((RANDOM % 8)); :' {model}; "
+        "{python} {path}/delegating.py --model {model} --turns 3 --compact 100 --tokens 24 {instruction}"
       ),
     },
     rollout={

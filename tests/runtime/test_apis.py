@@ -26,7 +26,7 @@ def renderer():
 def made(**harness):
   """The configuration of the tests, with other options of the harness."""
   cfg = config.from_config_dict(external_config.get_config())
-  line = cfg.harness.command.split("; ")[1]
+  line = cfg.harness.command.rpartition("; ")[2]
   own = dataclasses.replace(cfg.harness, **{"command": line, **harness})
   return dataclasses.replace(cfg, harness=own)
 
