@@ -46,6 +46,7 @@ setup(
       "accelerate",
       "anthropic",
       "hypothesis",
+      "mini-swe-agent",
       "openai",
       "pytest",
       "ruff",
