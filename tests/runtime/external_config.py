@@ -41,7 +41,8 @@ def get_config(mark="gyre"):
       "path": str(HARNESSES),
       "command": (
         "bash -c 'sleep $((RANDOM % 8)); :' {model}; "
-        "{python} {path}/delegating.py --model {model} --turns 3 --compact 100 --tokens 24 {instruction}"
+        "{python} {path}/delegating.py --model {model} --turns 3 "
+        "--compact 100 --tokens 24 {instruction}"
       ),
     },
     rollout={
