@@ -68,6 +68,30 @@ def test_to_dict_round_trips():
     ({"model": {"source": "hf"}}, "model.path"),
     ({"model": {"source": "init"}}, "model.hf_config"),
     ({"learner": {"row_tokens": 64}}, "learner.row_tokens"),
+    ({"trajectory": {"mode": "twice"}}, "trajectory.mode"),
+    ({"trajectory": {"max_samples": -1}}, "trajectory.max_samples"),
+    ({"trajectory": {"token_budget": -1}}, "trajectory.token_budget"),
+    ({"trajectory": {"roles": ()}}, "trajectory.roles"),
+    ({"trajectory": {"roles": ("main", "main")}}, "trajectory.roles"),
+    (
+      {"trajectory": {"unbiased": True, "max_samples": 3}},
+      "trajectory.max_samples 3",
+    ),
+    (
+      {"trajectory": {"unbiased": True, "token_budget": 9}},
+      "trajectory.token_budget",
+    ),
+    (
+      {
+        "trajectory": {"unbiased": True},
+        "learner": {"aggregation": "token_mean"},
+      },
+      "learner.aggregation",
+    ),
+    (
+      {"trajectory": {"unbiased": True}, "learner": {"loss": "gspo"}},
+      "learner.loss",
+    ),
     ({"agent": {"max_context": 1 << 20}}, "agent.max_context"),
     (
       {"learner": {"aggregation": "seq_mean_token_sum_norm"}},

@@ -143,7 +143,7 @@ class _Cycle:
     import jax
 
     from gyre.learner import advantages, packing
-    from gyre.trajectory import chain
+    from gyre.trajectory import select
 
     s = self.settings
     marks = [time.perf_counter()]
@@ -160,7 +160,9 @@ class _Cycle:
     executions = make_executions(heads, s["group"], done, version)
     rewards = [float(np.mean(c.ids % 2)) for c in done]
     grouped = advantages.grpo(rewards, [e.group_id for e in executions])
-    samples = [x for e in executions for x in chain.samples(e)]
+    options = config.Trajectory()
+    selections = [select.samples(e, options) for e in executions]
+    samples = [s for selection in selections for s in selection.samples]
     packed = packing.pack(
       samples,
       {

@@ -36,7 +36,7 @@ from gyre.runtime.record import CELL, ENGINE, Record, peak_memory
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.store.rollouts import RolloutStore
-from gyre.trajectory import chain
+from gyre.trajectory import select
 from gyre.trajectory.score import reward
 from gyre.types import Execution, Group, Sample
 
@@ -82,27 +82,29 @@ class Scored:
     executions: all, in order of dispatch.
     scores: the reward of each, or None.
     advantages: execution_id -> advantage, of those to train.
-    samples: of those to train.
-    every_sample: of all executions.
+    selections: what of each execution can be trained.
     zero_variance: groups without variance.
   """
 
   executions: list[Execution]
   scores: list[float | None]
   advantages: dict[str, float]
-  samples: list[Sample]
-  every_sample: list[Sample]
+  selections: list[select.Selection]
   zero_variance: int
 
+  def trained(self) -> list[select.Selection]:
+    """Returns the selections of the executions to train."""
+    pairs = zip(self.executions, self.selections, strict=True)
+    return [s for e, s in pairs if e.execution_id in self.advantages]
 
-def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
-  """Scores the groups of a step and gives each execution its advantage.
+  def samples(self) -> list[Sample]:
+    """Returns the samples to train."""
+    return [s for selection in self.trained() for s in selection.samples]
 
-  Executions without a reward leave training; groups whose rewards are all
-  equal teach nothing: they are counted and not computed.
-  """
+
+def _advantages(executions, config: Config, step: int):
+  """The reward of each execution, or None, and the advantages."""
   learner = config.learner
-  executions = [e for g in groups for e in g.executions]
   scores = [reward(e.outcome, learner.score) for e in executions]
   names = [e.group_id for e in executions]
   if learner.advantage == "rloo":
@@ -116,9 +118,19 @@ def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
     )
   if learner.shuffle_advantages:
     result = advantages_lib.shuffled(result, config.run.seed, step)
-  trained = result.included & ~result.zero_variance
-  chains = [chain.samples(e) for e in executions]
   flat = {n for n, z in zip(names, result.zero_variance, strict=True) if z}
+  return scores, result, len(flat)
+
+
+def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
+  """Scores the groups of a step and gives each execution its advantage.
+
+  Executions without a reward leave training; groups whose rewards are all
+  equal teach nothing: they are counted and not computed.
+  """
+  executions = [e for g in groups for e in g.executions]
+  scores, result, zero_variance = _advantages(executions, config, step)
+  trained = result.included & ~result.zero_variance
   return Scored(
     executions=executions,
     scores=scores,
@@ -127,9 +139,10 @@ def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
       for e, a, t in zip(executions, result.values, trained, strict=True)
       if t
     },
-    samples=[s for c, t in zip(chains, trained, strict=True) if t for s in c],
-    every_sample=[s for c in chains for s in c],
-    zero_variance=len(flat),
+    selections=[
+      select.samples(e, config.trajectory, config.run.seed) for e in executions
+    ],
+    zero_variance=zero_variance,
   )
 
 
@@ -379,7 +392,7 @@ class Controller:
         f"step {step}: none of {len(scored.executions)} executions could be "
         f"scored: {detail.detail if detail else 'no outcome'}"
       )
-    self.store.put_samples(step, scored.samples, scored.advantages)
+    self.store.put_samples(step, scored.samples(), scored.advantages)
     row = self._train(step, scored, perf)
     consumed = self.position.consumed | {g.group_id: step for g in groups}
     row["perf/step_s"] = time.monotonic() - began
@@ -419,10 +432,10 @@ class Controller:
         wanted = 0
         if config.rollout.resample_zero_variance:
           if rounds < config.rollout.resample_limit:
-            wanted = score_groups(groups, config, step).zero_variance - (
-              len(groups) - config.rollout.groups_per_step
-            )
-            wanted = max(0, wanted)
+            executions = [e for g in groups for e in g.executions]
+            spare = len(groups) - config.rollout.groups_per_step
+            flat = _advantages(executions, config, step)[-1]
+            wanted = max(0, flat - spare)
           rounds += 1
     seconds = time.monotonic() - began
     tokens = self.cell.engine.stats().generated_tokens - before
@@ -468,7 +481,7 @@ class Controller:
     began = time.monotonic()
     with self.record.timeline.span(CELL, "train", step=step):
       packed = pack(
-        scored.samples,
+        scored.samples(),
         scored.advantages,
         row_tokens=config.learner.row_tokens,
         row_entries=config.learner.row_tokens,
@@ -489,7 +502,10 @@ class Controller:
       "group/zero_variance": scored.zero_variance,
       "dedup/tokens_flat": packed.tokens_flat,
       "dedup/tokens_trained": packed.tokens_trained,
-      **metrics.token_audit(scored.executions, scored.every_sample),
+      **metrics.trajectories(
+        [s.stats for s in scored.trained()], config.trajectory.roles
+      ),
+      **metrics.token_audit(scored.executions, scored.selections),
       "perf/train_s": seconds,
       "perf/train_tokens_per_s": packed.tokens_trained / seconds,
       **perf,

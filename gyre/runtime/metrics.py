@@ -19,7 +19,8 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from gyre.trajectory.score import reward
-from gyre.types import Execution, Sample
+from gyre.trajectory.select import Selection
+from gyre.types import Call, Execution, Sample
 
 
 class Lines:
@@ -123,36 +124,71 @@ def rewards(
   }
 
 
-def token_audit(
-  executions: Sequence[Execution], samples: Sequence[Sample]
-) -> dict[str, int]:
-  """Returns tito/*: looks every sampled span up in the samples again.
+def trajectories(
+  stats: Sequence[Mapping[str, int]], roles: Sequence[str]
+) -> dict[str, float]:
+  """Returns trajectory/*: what selection made of the executions trained.
 
-  Calls are repaired before sampling, so that a call either extends an
-  earlier one exactly (strict) or opened a branch (split).
-  tito/drift_in_loss counts sampled tokens that no sample trains in exactly
-  the context they were sampled in; it must be 0.
+  Args:
+    stats: of the Selection of each.
+    roles: that tokens may be dropped by.
   """
-  of: dict[str, list[Sample]] = {}
-  for sample in samples:
-    of.setdefault(sample.execution_id, []).append(sample)
-  calls = drift = 0
-  for execution in executions:
-    for call in execution.calls:
-      start, n = len(call.prompt_ids), len(call.completion_ids)
-      calls += bool(n)
-      if not any(
-        s.mask[start : start + n].all()
-        and np.array_equal(s.ids[:start], call.prompt_ids)
-        and np.array_equal(s.ids[start : start + n], call.completion_ids)
-        for s in of.get(execution.execution_id, ())
-      ):
-        drift += n
-  return {
-    "tito/strict": calls - len(samples),
-    "tito/normalized": 0,
-    "tito/retokenized": 0,
-    "tito/split": len(samples) - len(of),
-    "tito/drift_in_loss": drift,
-    "tito/context_drift": 0,
-  }
+  names = ["tokens_flat", "tokens_unique", "tokens_trainable"]
+  names += ["tokens_trained", "leaves", "paths"]
+  names += [f"dropped/{role}" for role in roles]
+  total = {name: sum(s[name] for s in stats) for name in names}
+  nodes = sum(s["nodes"] for s in stats)
+  repeated = sum(s["nodes_repeated"] for s in stats)
+  out = {f"trajectory/{name}": value for name, value in total.items()}
+  return out | {"trajectory/repeated": repeated / max(nodes, 1)}
+
+
+def _unexplained(sample: Sample, calls: Sequence[Call]) -> int:
+  """Masked tokens that no call sampled in exactly that context."""
+  found = np.zeros(len(sample.ids), bool)
+  for call in calls:
+    start = len(call.prompt_ids)
+    own = slice(start, start + len(call.completion_ids))
+    if not sample.mask[own].any():
+      continue
+    ids = np.concatenate([call.prompt_ids, call.completion_ids])
+    ids = ids[: len(sample.ids)]
+    differs = np.flatnonzero(ids != sample.ids[: len(ids)])
+    end = int(differs[0]) if len(differs) else len(ids)
+    if end <= start:
+      continue
+    own, n = slice(start, end), end - start
+    found[own] |= (sample.logprobs[own] == call.logprobs[:n]) & (
+      sample.versions[own] == call.versions[:n]
+    )
+  return int((sample.mask & ~found).sum())
+
+
+def token_audit(
+  executions: Sequence[Execution], selections: Sequence[Selection]
+) -> dict[str, int]:
+  """Returns tito/*: looks every token in the loss up in the calls again.
+
+  Boundaries are counted by the step of the ladder that made them. Where calls
+  do not tell it, one that goes on from an earlier one is strict, and each leaf
+  but the first is a split. tito/drift_in_loss counts tokens in a loss mask that
+  no call of the execution sampled, with that logprob and version, under exactly
+  the context before them; it must be 0.
+
+  Args:
+    executions: of a step.
+    selections: of each.
+  """
+  steps = dict.fromkeys(("strict", "normalized", "retokenized", "split"), 0)
+  drift = 0
+  for execution, selection in zip(executions, selections, strict=True):
+    told = [c.boundary for c in execution.calls if c.boundary]
+    for boundary in told:
+      steps[boundary] += 1
+    if not told:
+      leaves = selection.stats["leaves"]
+      steps["strict"] += selection.stats["calls"] - leaves
+      steps["split"] += max(leaves - 1, 0)
+    drift += sum(_unexplained(s, execution.calls) for s in selection.samples)
+  out = {f"tito/{step}": count for step, count in steps.items()}
+  return out | {"tito/drift_in_loss": drift, "tito/context_drift": 0}

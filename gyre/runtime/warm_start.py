@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from gyre.config import Config, Optim
+from gyre.config import Config, Optim, Trajectory
 from gyre.learner.packing import Packed, pack
 from gyre.runtime import collect, sampler
 from gyre.runtime.cell_worker import Trainer
@@ -21,7 +21,7 @@ from gyre.runtime.collect import RunFn
 from gyre.runtime.record import CELL, Record
 from gyre.runtime.tasks import TaskSource
 from gyre.store.rollouts import RolloutStore
-from gyre.trajectory import chain
+from gyre.trajectory import select
 from gyre.trajectory.score import reward
 from gyre.types import Execution, Group, Sample
 
@@ -91,7 +91,8 @@ async def transcripts(
     raise WarmStartError(
       f"none of {len(executions)} reference solutions passed: {detail}"
     )
-  samples = [s for e in passed for s in chain.samples(e)]
+  everything = Trajectory(max_samples=0)
+  samples = [s for e in passed for s in select.samples(e, everything).samples]
   record.progress.line(
     f"warm start: {len(passed)} of {len(executions)} transcripts passed "
     f"({ran} replayed now), {sum(int(s.mask.sum()) for s in samples)} tokens "

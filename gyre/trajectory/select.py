@@ -47,12 +47,14 @@ from typing import Literal
 
 import numpy as np
 
+from gyre import config
+from gyre.trajectory import tree as tree_lib
 from gyre.trajectory.tree import Tree
-from gyre.types import Sample
+from gyre.types import Execution, Sample
 
 Mode = Literal["once", "multiplicity", "leaf"]
 MODES = ("once", "multiplicity", "leaf")
-ROLES = ("main", "main_summary", "sub_agent", "sub_agent_summary")
+ROLES = config.Trajectory().roles
 
 # choose(weights int64 [L]) -> index, with probability weights / weights.sum().
 Choose = Callable[[np.ndarray], int]
@@ -329,6 +331,35 @@ def select(
     common["execution_weight"] = float(_everything(paths, mode))
   samples = [s for d in draws for s in make(paths, d, mode, weighted, common)]
   return Selection(samples, _stats(paths, draws, samples, roles))
+
+
+def samples(
+  execution: Execution, options: config.Trajectory, seed: int = 0
+) -> Selection:
+  """Builds an execution's tree and selects from it, as configured.
+
+  Args:
+    execution: with its calls, in any order.
+    options: section `trajectory`.
+    seed: of the run.
+
+  Returns:
+    Selection; a truncated execution's tokens are trained as any other's.
+
+  Raises:
+    ValueError: as build and select.
+  """
+  return select(
+    tree_lib.build(execution.calls),
+    execution_id=execution.execution_id,
+    group_id=execution.group_id,
+    mode=options.mode,
+    max_samples=options.max_samples or None,
+    token_budget=options.token_budget or None,
+    unbiased=options.unbiased,
+    roles=options.roles,
+    seed=seed,
+  )
 
 
 def _everything(paths: _Paths, mode: Mode) -> int:

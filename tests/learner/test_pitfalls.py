@@ -1,6 +1,6 @@
 """What other trainers' users reported, at the learner's level.
 
-Pitfalls 3 and 5 are in test_packing.py and test_chain.py, 6 in test_optim.py,
+Pitfalls 3 and 5 are in test_packing.py and test_select.py, 6 in test_optim.py,
 9 in test_advantages.py and test_score.py, 7 with the checkpoints.
 """
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.config import Config, ConfigError, Run
+from gyre.config import Config, ConfigError, Run, Trajectory
 from gyre.runtime import metrics, sampler, timeline, workdir
-from gyre.trajectory import chain
+from gyre.trajectory import select
 from gyre.types import Call, Execution, Outcome
 
 
@@ -151,16 +151,47 @@ def _call(i, prompt, completion):
   )
 
 
-def test_token_audit_finds_every_span_or_counts_it():
+@pytest.mark.parametrize("mode", ["once", "multiplicity", "leaf"])
+def test_token_audit_finds_every_span_or_counts_it(mode):
   calls = (
     _call(0, [1, 2], [3]),
     _call(1, [1, 2, 3, 4], [5, 6]),
     _call(2, [9], [5]),
+    _call(3, [1, 2, 3, 4], [5, 7]),
   )
   execution = Execution("g/0", "g", 0, "t", calls=calls)
-  samples = chain.samples(execution)
-  got = metrics.token_audit([execution], samples)
-  assert got["tito/strict"] == 1 and got["tito/split"] == 1
+  selection = select.samples(execution, Trajectory(mode=mode))
+  got = metrics.token_audit([execution], [selection])
+  assert got["tito/strict"] == 1 and got["tito/split"] == 2
   assert got["tito/drift_in_loss"] == 0
-  samples[0].ids[1] = 7  # both calls of the first sample lose their context
-  assert metrics.token_audit([execution], samples)["tito/drift_in_loss"] == 3
+  told = [
+    dataclasses.replace(c, boundary=b)
+    for c, b in zip(calls, ("", "normalized", "split", "split"), strict=True)
+  ]
+  got = metrics.token_audit(
+    [dataclasses.replace(execution, calls=tuple(told))], [selection]
+  )
+  assert got["tito/strict"] == 0 and got["tito/normalized"] == 1
+  assert got["tito/split"] == 2 and got["tito/retokenized"] == 0
+
+  def drift(**changes):
+    """Masked tokens lost when the longest sample is another."""
+    i = max(range(len(selection.samples)), key=lambda i: len(samples[i].ids))
+    broken = dataclasses.replace(samples[i], **changes)
+    parts = [*samples[:i], broken, *samples[i + 1 :]]
+    audit = metrics.token_audit(
+      [execution], [dataclasses.replace(selection, samples=parts)]
+    )
+    return audit["tito/drift_in_loss"], int(samples[i].mask.sum())
+
+  samples = selection.samples
+  longest = max(samples, key=lambda s: len(s.ids))
+  ids = longest.ids.copy()
+  ids[1] = 8  # every token of it loses its context
+  lost, masked = drift(ids=ids)
+  assert lost == masked > 0
+  mask = longest.mask.copy()
+  mask[1] = True  # a token of the prompt, that no call sampled
+  assert drift(mask=mask)[0] == 1
+  logprobs = longest.logprobs - 0.5
+  assert drift(logprobs=logprobs)[0] == masked

@@ -1,9 +1,12 @@
 """Groups to advantages: what is trained, and the control that cannot learn."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from gyre import config
+from gyre.runtime import metrics
 from gyre.runtime.controller import score_groups
 from gyre.types import Call, Execution, Group, Outcome
 
@@ -38,11 +41,12 @@ def _groups(table):
   ]
 
 
-def _config(**learner):
+def _config(trajectory=None, **learner):
   return config.from_config_dict(
     {
       "model": {"hf_config": {"model_type": "qwen3"}},
       "learner": {"row_tokens": 4096, **learner},
+      "trajectory": trajectory or {},
     }
   )
 
@@ -52,8 +56,42 @@ def test_groups_without_variance_are_counted_and_left_out():
   assert scored.scores == [0, 1, 0.5, 0.5, 0.25, 0.75]
   assert scored.zero_variance == 1
   assert set(scored.advantages) == {"g0/0", "g0/1", "g2/0", "g2/1"}
-  assert {s.group_id for s in scored.samples} == {"g0", "g2"}
-  assert len(scored.every_sample) == 6
+  assert {s.group_id for s in scored.samples()} == {"g0", "g2"}
+  assert len(scored.samples()) == len(scored.trained()) == 4
+  assert len(scored.selections) == 6
+
+
+def test_the_configuration_of_trajectories_decides_what_is_trained():
+  """Four retries of one prompt: paths, and samples a token."""
+  (group,) = _groups([(0, 4)])
+  retries = [
+    dataclasses.replace(
+      execution,
+      calls=tuple(
+        dataclasses.replace(
+          execution.calls[0], call_id=str(i), completion_ids=[3, 4 + i]
+        )
+        for i in range(4)
+      ),
+    )
+    for execution in group.executions
+  ]
+  group = dataclasses.replace(group, executions=tuple(retries))
+
+  def counts(**trajectory):
+    settings = _config(trajectory=trajectory)
+    stats = [s.stats for s in score_groups([group], settings, 1).trained()]
+    out = metrics.trajectories(stats, settings.trajectory.roles)
+    return [
+      out[f"trajectory/{k}"]
+      for k in ("paths", "tokens_trained", "dropped/main")
+    ]
+
+  assert counts() == [8, 10, 0]
+  assert counts(max_samples=1) == [2, 4, 6]
+  assert counts(mode="multiplicity") == [8, 16, 0]
+  assert counts(mode="leaf", max_samples=0) == [8, 16, 0]
+  assert counts(token_budget=5) == [4, 6, 4]
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
