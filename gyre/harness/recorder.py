@@ -416,7 +416,7 @@ def _digest(asked: wire.Asked, prompt: conversation.Prompt) -> bytes:
 def _note(live: Live) -> roles.Note:
   """What a call's messages tell of its role."""
   sent, said = live.prompt.sent, live.said or wire.Said()
-  users = [m.text for m in sent if m.role == "user"] or [""]
+  users = [m.text for m in sent if m.role == "user"]
   told = [
     m.text for m in sent[live.prompt.known :] if m.role in ("system", "user")
   ]
@@ -426,8 +426,8 @@ def _note(live: Live) -> roles.Note:
     system="\n".join(m.text for m in sent if m.role == "system"),
     tools=tuple(sorted(t.name for t in live.prompt.tools)),
     told="\n".join(told),
-    first_user=users[0],
-    last_user=users[-1],
+    opening=tuple(users),
+    last_user=users[-1] if users else "",
     said=said.text,
     arguments=tuple(
       text for call in said.tool_calls for text in _texts_of(call.arguments)

@@ -30,7 +30,9 @@ class Note:
     tools: names of the tools offered, sorted.
     told: what the harness says that it had not said to the parent; what tools
       and the model say excepted.
-    first_user, last_user: the first and last message of the user.
+    opening: all messages of the user, in order; where the call opens a
+      conversation they lie before the model's first word.
+    last_user: the last message of the user.
     said: what the model said.
     arguments: texts in the arguments of its tool calls.
   """
@@ -40,7 +42,7 @@ class Note:
   system: str = ""
   tools: tuple[str, ...] = ()
   told: str = ""
-  first_user: str = ""
+  opening: tuple[str, ...] = ()
   last_user: str = ""
   said: str = ""
   arguments: tuple[str, ...] = ()
@@ -65,17 +67,23 @@ def _quotes(text: str, said: str) -> bool:
   return bool(lines) and 2 * within >= len(lines)
 
 
+def _lines(text: str) -> str:
+  stripped = "\n".join(line.strip() for line in text.strip().splitlines())
+  return f"\n{stripped}\n"
+
+
 def _from_arguments(note: Note, before: Sequence[Note]) -> bool:
-  """Whether the first question of the user is a tool call's argument."""
-  first = _squeeze(note.first_user)
-  if not first:
-    return False
+  """Whether the user's first words are a tool call's argument.
+
+  A short argument must be a whole message, a longer one whole lines of it:
+  harnesses add reminders around it.
+  """
+  opening = [_lines(text) for text in note.opening if text.strip()]
   for earlier in before:
     for argument in earlier.arguments:
-      squeezed = _squeeze(argument)
-      if squeezed == first:
-        return True
-      if len(squeezed) >= _SHORTEST and squeezed in first:
+      lines = _lines(argument)
+      short = len(lines) < _SHORTEST
+      if any(lines == text if short else lines in text for text in opening):
         return True
   return False
 
@@ -93,9 +101,9 @@ def deduce(notes: Sequence[Note]) -> list[str]:
 
   A call that goes on with a conversation has its role. A new conversation
   that opens with a summary goes on with what was summarised. Another is a
-  sub-agent's if its first question came from a tool call's arguments, or if
-  its system prompt or tools are not those of the main one (and its first
-  question is not the main one's either). A call is a summary if it asks for
+  sub-agent's if the user's first words came from a tool call's arguments, or
+  if its system prompt or tools are not those of the main one (and the user's
+  first words are not either). A call is a summary if it asks for
   one and the harness later tells its answer.
 
   Args:
@@ -142,7 +150,8 @@ def _opens(notes: Sequence[Note], index: int) -> str:
     return "sub_agent"
   if (note.system, note.tools) == (main.system, main.tools):
     return "main"
-  return "main" if note.first_user == main.first_user else "sub_agent"
+  same = note.opening[: len(main.opening)] == main.opening
+  return "main" if same else "sub_agent"
 
 
 def of_all(notes: Sequence[Note], role_of: RoleOf | None = None) -> list[str]:

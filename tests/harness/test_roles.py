@@ -19,7 +19,7 @@ class Script:
   def call(self, parent=None, *, told="", said="ok", system="main", **more):
     """One call; returns its id."""
     before = next((n for n in self.notes if n.call_id == parent), None)
-    first = before.first_user if before else told
+    first = before.opening if before else tuple(told.split("\n\n"))
     last = told or (before.last_user if before else "")
     options = {"tools": TOOLS} | more
     note = roles.Note(
@@ -27,7 +27,7 @@ class Script:
       parent=parent,
       system=before.system if before else system,
       told=f"{system}\n{told}" if before is None else told,
-      first_user=first,
+      opening=first,
       last_user=last,
       said=said,
       **options,
@@ -59,6 +59,10 @@ def test_sub_agents_by_prompt_tools_or_arguments():
   s.call(told="Look around.", system="You explore.")
   s.call(told="Look again.", tools=("read",))
   s.call(told="count")
+  # The setting is told in a message before it, to every agent.
+  s.call(told=f"Do it.\n\n{prompt}")
+  # A summary that speaks of it is none.
+  s.call(told=f"I said: {prompt}")
   assert s.roles() == [
     "main",
     "sub_agent",
@@ -67,6 +71,8 @@ def test_sub_agents_by_prompt_tools_or_arguments():
     "sub_agent",
     "sub_agent",
     "sub_agent",
+    "sub_agent",
+    "main",
   ]
 
 
@@ -92,7 +98,7 @@ def test_a_summary_is_one_when_a_conversation_opens_with_it(separate):
       said=SUMMARY,
     )
     s.notes[-1] = dataclasses.replace(
-      s.notes[-1], first_user="Write a report.", last_user=asked
+      s.notes[-1], opening=("Write a report.",), last_user=asked
     )
   else:
     s.call(b, told=asked, said=SUMMARY)
