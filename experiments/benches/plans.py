@@ -64,10 +64,11 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Options:
   """model: Hugging Face directory; quick: sizes that only show that all runs;
-  device: "cpu" or "gpu".
+  device: "cpu" or "gpu"; run: directory of a recorded run.
   """
 
   model: str = ""
+  run: str = ""
   quick: bool = False
   device: str = "cpu"
 
@@ -246,4 +247,65 @@ def reshard(options: Options) -> tuple[Case, ...]:
   )
 
 
-PLANS = {f.__name__: f for f in (engine, train, grpo, attention, reshard)}
+def trajectories(options: Options) -> tuple[Case, ...]:
+  """From calls to packed rows; selection with J_max 1, 5 and no bound."""
+  calls, tokens = (30, 10_000) if options.quick else (300, 1_000_000)
+  size = {"calls": calls, "tokens": tokens}
+  long_metrics = (
+    Metric("total_s", "built, selected and packed, s", higher=False),
+    Metric("build_s", "of it build, s", higher=False),
+    Metric("select_s", "of it select, s", higher=False),
+    Metric("pack_s", "of it pack, s", higher=False),
+    Metric("peak_gib", "peak memory of the process, GiB", higher=False),
+    Metric("imports_gib", "of it before the first call, GiB", higher=False),
+    Metric("tokens_flat", "prompt and sampled tokens, flat"),
+  )
+  store_metrics = (
+    Metric("ratio", "file over one copy of what is in it", higher=False),
+    Metric("put_s", "put, s", higher=False),
+  )
+  bounds_metrics = tuple(
+    Metric(f"{key}_{name}_of_all", f"{title}, J_max {name}", higher=False)
+    for name in ("1", "5")
+    for key, title in (
+      ("trained", "trained tokens over those without a bound"),
+      ("packed", "tokens in rows over those without a bound"),
+      ("step", "time of a step over that without a bound"),
+    )
+  )
+  bounds_metrics += (
+    Metric("step_all_s", "a step without a bound, s", higher=False),
+    Metric("trained_all", "trained tokens without a bound"),
+    Metric("executions", "executions"),
+  )
+  name = f"{calls} calls up to {tokens:,} tokens"
+  bounds = {"run": options.run, "executions": 8, "row_tokens": 4096}
+  bounds |= {"part": "bounds", "scale": 48, "repeat": 2}
+  if options.quick:
+    bounds |= {"executions": 2, "row_tokens": 512, "scale": 6, "repeat": 1}
+  cases = [
+    Case(
+      f"{name}, {mode}",
+      (Variant("", "", size | {"part": "long", "mode": mode}),),
+      long_metrics,
+    )
+    for mode in ("once", "multiplicity")
+  ]
+  cases += [
+    Case(
+      f"{name}, store",
+      (Variant("", "", size | {"part": "store"}),),
+      store_metrics,
+    ),
+    Case(
+      f"branching, {options.run or 'generated'}",
+      (Variant("", "", bounds),),
+      bounds_metrics,
+    ),
+  ]
+  return tuple(cases)
+
+
+PLANS = {
+  f.__name__: f for f in (engine, train, grpo, attention, reshard, trajectories)
+}

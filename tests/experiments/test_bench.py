@@ -78,7 +78,9 @@ def tiny_model(tmp_path_factory):
 def test_help_names_the_benchmarks():
   done = run("--help")
   assert done.returncode == 0
-  for name in ("engine", "train", "grpo", "attention", "reshard", "--peer"):
+  for name in ("engine", "train", "grpo", "attention", "reshard"):
+    assert name in done.stdout
+  for name in ("trajectories", "--peer", "--run"):
     assert name in done.stdout
 
 
@@ -140,6 +142,18 @@ def test_engine_measures_a_tiny_model(tiny_model):
   assert rows["logprob_gap_max", "float32"] < 1e-4
   exact = rows["logprob_gap_mean", "float32"]
   assert exact < rows["logprob_gap_mean", "bfloat16"] < 0.1
+
+
+def test_trajectories_are_built_stored_and_bounded():
+  out = run_json("trajectories", "--quick")
+  rows = {(r["case"].split(", ")[-1], r["key"]): r["ours"] for r in out["rows"]}
+  for mode in ("once", "multiplicity"):
+    assert rows[mode, "total_s"] > 0
+    assert rows[mode, "tokens_flat"] > 150_000
+  assert rows["store", "ratio"] > 1
+  trained = [rows["generated", f"trained_{n}_of_all"] for n in ("1", "5")]
+  assert 0 < trained[0] < trained[1] <= 1
+  assert 0 < rows["generated", "packed_1_of_all"] <= 1
 
 
 @pytest.mark.slow
