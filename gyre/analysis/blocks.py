@@ -22,6 +22,7 @@ _IS_ROLE = re.compile(rf"<[|｜]({_ROLE})[|｜]>", re.I)
 _HEADER = 8  # tokens of a message's opening, before what was sampled
 _TAIL = 4  # tokens after a sampled message that close it
 _TITLE = 80
+_SHOWN = 100  # tokens that a title is made of
 
 _FOLDS = (
   ("thinking", re.compile(r"<think>.*?(?:</think>|\Z)", re.S)),
@@ -184,10 +185,8 @@ def cut(
     after_call = bool(out) and any(f.kind == "tool call" for f in out[-1].folds)
     if not len(mine) and (role in ("tool", "observation") or after_call):
       kind = "tool result"
-    shown = itertools.compress(
-      pieces[start : start + 400],
-      (not s for s in specials[start : start + 400]),
-    )
+    near = slice(start, min(stop, start + _SHOWN))
+    shown = itertools.compress(pieces[near], (not s for s in specials[near]))
     words = _line("".join(shown))
     words = words.removeprefix(role).lstrip() if text else words
     out.append(Block(start, stop, role, kind, words, folds))

@@ -209,7 +209,7 @@ def _colours(history: History, trained: Trained | None) -> list[dict[str, Any]]:
   if len(versions) > 3 * _COLOURS:
     legend = [(f"v{i}", f"version {i} modulo 8 of them") for i in range(8)]
   why = "" if trained else "not trained on: there is no advantage"
-  advantages = [*_ADVANTAGES, ("s u", "sampled, not trained")]
+  advantages = [*_ADVANTAGES, ("u", "sampled, not trained")]
   return [
     {"name": "logprob", "title": "", "known": True, "legend": _LOGPROBS},
     {

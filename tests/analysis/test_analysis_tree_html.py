@@ -166,7 +166,7 @@ def test_ids_of_anchors_are_there_once():
 
 
 def test_tool_calls_and_thinking_are_folded():
-  history, _, _, _, data = _made()
+  *_, data = _made()
   found = [
     (f[2], "".join(data["vocab"][t] for t in data["tokens"][f[0] : f[1]]))
     for b in data["branches"]
@@ -185,7 +185,8 @@ def test_tool_calls_and_thinking_are_folded():
     ("tool", "tool result"),
     ("assistant", "sampled"),
   ]
-  assert history.branches[0].depth == 0
+  # A title is of its own message.
+  assert data["branches"][0]["blocks"][3][4] == "notes.md café 🙂 </script>"
 
 
 def test_a_line_is_a_call_where_the_run_says_so():

@@ -4,6 +4,7 @@ const D = JSON.parse(document.getElementById("data").textContent);
 const CHUNK = 1500; // tokens drawn at once
 const SHORT = 60; // context of at most so many tokens starts open
 const MOST = 5000; // hits that are counted
+const LOOKS = 8; // times that a hit is looked for in the window
 
 function spread(runs) {
   const out = [];
@@ -59,7 +60,7 @@ D.branches.forEach((b) => {
 });
 function splits(i, into) {
   for (const b of SPLITS.get(i) || []) {
-    const out = element("a", "split", "⑂ " + b.name);
+    const out = element("a", "split", "↳ " + b.name);
     out.href = "#branch-" + b.name;
     out.title = b.why;
     into.append(out);
@@ -134,7 +135,7 @@ function block(b) {
   out.dataset.first = b.first;
   out.dataset.last = b.last;
   const head = element("summary");
-  const what = b.kind === "sampled" ? b.role : b.kind === b.role ? b.role : b.role + (b.kind === "context" ? "" : ", " + b.kind);
+  const what = b.kind === "tool result" ? b.kind : b.role;
   head.append(element("span", "role", what));
   head.append(element("span", "count", count(b.last - b.first)));
   head.append(element("span", "title", b.title));
@@ -259,6 +260,15 @@ function tell() {
   const query = document.getElementById("query").value;
   out.textContent = !query ? "" : hits.length ? at + 1 + " / " + hits.length + most : "none";
 }
+// What lies above may still be drawn and move it: looks again until it stays.
+function bring(e, times) {
+  const { top, bottom } = e.getBoundingClientRect();
+  if (top < 0 || bottom > innerHeight || times === LOOKS) {
+    e.scrollIntoView({ block: "center" });
+  }
+  const wanted = hits[at] && hits[at][0] === +e.dataset.i;
+  if (times > 0 && wanted) setTimeout(bring, 50, e, times - 1);
+}
 function go(step) {
   if (!hits.length) return;
   at = (at + step + hits.length) % hits.length;
@@ -270,7 +280,7 @@ function go(step) {
     e.classList.add("hit", "now");
     first = first || e;
   }
-  if (first) first.scrollIntoView({ block: "center" });
+  if (first) bring(first, LOOKS);
   tell();
 }
 const query = document.getElementById("query");
