@@ -67,6 +67,7 @@ CREATE TABLE events (
 """
 
 
+_WAIT_S = 10
 _LOG_BYTES = 1 << 22
 
 
@@ -109,13 +110,11 @@ class RolloutStore:
     uri = f"{self.path.absolute().as_uri()}?mode={mode}"
     try:
       self._db = sqlite3.connect(
-        uri, uri=True, isolation_level=None, timeout=10
+        uri, uri=True, isolation_level=None, timeout=_WAIT_S
       )
       if not readonly:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        # What a large execution leaves in the log is given back.
-        self._db.execute(f"PRAGMA journal_size_limit={_LOG_BYTES}")
       version = self._db.execute("PRAGMA user_version").fetchone()[0]
       empty = not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.Error as error:
@@ -164,6 +163,17 @@ class RolloutStore:
       if self._db.in_transaction:
         self._db.execute("ROLLBACK")
       raise StoreError(f"cannot write {self.path}: {error}") from error
+    self._empty_log()
+
+  def _empty_log(self) -> None:
+    """Gives back the log that a large execution filled, once none reads it."""
+    log = self.path.with_name(self.path.name + "-wal")
+    if log.exists() and log.stat().st_size > _LOG_BYTES:
+      self._db.execute("PRAGMA busy_timeout=0")
+      # Locked while an iterator of our own reads: then after the next write.
+      with contextlib.suppress(sqlite3.OperationalError):
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+      self._db.execute(f"PRAGMA busy_timeout={1000 * _WAIT_S}")
 
   # Groups.
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.store import rollouts
 from gyre.store.rollouts import RolloutStore, StoreError
 from gyre.trajectory import tree
 from gyre.types import Call, Execution, Group, Outcome, Sample
@@ -215,6 +216,28 @@ def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
   with RolloutStore(path) as store:
     store.put_execution(execution)
   assert path.stat().st_size <= 1.5 * (4 * unique + 8 * sampled)
+
+
+def test_the_log_of_a_large_execution_is_given_back(tmp_path, monkeypatch):
+  monkeypatch.setattr(rollouts, "_LOG_BYTES", 1 << 16)
+  path, log = tmp_path / "r.sqlite", tmp_path / "r.sqlite-wal"
+  first, second = (_chain(f"g/{i}", turns=20, prompt=40_000) for i in range(2))
+  with RolloutStore(path) as store, RolloutStore(path, readonly=True) as reader:
+    store.put_execution(first)
+    assert log.stat().st_size == 0
+    # A reader in the middle of something is neither waited for nor disturbed.
+    calls = reader.iter_calls("g/0")
+    next(calls)
+    store.put_execution(second)
+    assert log.stat().st_size > 1 << 16
+    assert len(list(calls)) == 19
+    mine = store.iter_calls("g/0")
+    next(mine)
+    store.put_event("e", {}, step=1)
+    assert len(list(mine)) == 19
+    store.put_event("e", {}, step=2)
+    assert log.stat().st_size == 0
+    assert _bits(reader.execution("g/1")) == _bits(second)
 
 
 @pytest.mark.slow
