@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Sequence
 
 _SHORTEST = 20
+# Characters of a system prompt that say what an agent is for.
+_PURPOSE = 300
 _ASKS = re.compile(
-  r"\b(summar(y|ies|i[sz]e|i[sz]ing)|compact(ion|ing)?|recap|condense)\b",
+  r"\b(summar(y|ies|i[sz]\w*)|compact\w*|recap\w*|condens\w*|distill?\w*)\b",
   re.I,
 )
 
@@ -57,14 +59,18 @@ def _squeeze(text: str) -> str:
   return "".join(text.split())
 
 
-def _quotes(text: str, said: str) -> bool:
-  """Whether `text` takes over what was said: at least half of its lines."""
+def _quoted(text: str, said: str) -> tuple[float, int]:
+  """How much of what was said `text` takes over.
+
+  Returns:
+    (the share of its lines, where the first of them stands).
+  """
   lines = [s for x in said.splitlines() if len(s := _squeeze(x)) >= _SHORTEST]
   if not lines:
     whole = _squeeze(said)
     lines = [whole] if whole else []
-  within = sum(line in text for line in lines)
-  return bool(lines) and 2 * within >= len(lines)
+  places = [at for line in lines if (at := text.find(line)) >= 0]
+  return (len(places) / len(lines), min(places)) if places else (0.0, -1)
 
 
 def _lines(text: str) -> str:
@@ -129,18 +135,25 @@ def deduce(notes: Sequence[Note]) -> list[str]:
 
 
 def _summary(notes: Sequence[Note], index: int) -> int | None:
-  """The latest summary among the calls before that the harness now tells."""
+  """The summary among the calls before that the harness now tells.
+
+  At least half of its lines are; of several the one with most, then the
+  latest.
+  """
   told = _squeeze(notes[index].told)
   if not told:
     return None
-  for i in range(index - 1, -1, -1):
-    earlier = notes[i]
-    asked = _ASKS.search(earlier.last_user) or _ASKS.search(earlier.system)
-    # Where the request stands too, a history is told again.
-    again = _squeeze(earlier.last_user) in told
-    if asked and not again and _quotes(told, earlier.said):
-      return i
-  return None
+  best, most = None, 0.5
+  for i, earlier in enumerate(notes[:index]):
+    asked = _ASKS.search(earlier.last_user) or _ASKS.search(
+      earlier.system[:_PURPOSE]
+    )
+    share, place = _quoted(told, earlier.said) if asked else (0.0, -1)
+    # Where the request stands before it, a history is told again.
+    again = 0 <= told.find(_squeeze(earlier.last_user)) < place
+    if share >= most and not again:
+      best, most = i, share
+  return best
 
 
 def _opens(notes: Sequence[Note], index: int) -> str:
@@ -150,7 +163,7 @@ def _opens(notes: Sequence[Note], index: int) -> str:
     return "sub_agent"
   if (note.system, note.tools) == (main.system, main.tools):
     return "main"
-  same = note.opening[: len(main.opening)] == main.opening
+  same = bool(main.opening) and main.opening[-1] in note.opening
   return "main" if same else "sub_agent"
 
 

@@ -135,6 +135,27 @@ def test_a_sub_agents_summary_goes_on_as_the_sub_agent():
   ]
 
 
+def test_a_second_summary_is_asked_for_in_the_same_words():
+  s = Script()
+  asked, task = "Summarise the work so far.", "Write a report for me."
+  a = s.call(told=f"It is Monday.\n\n{task}")
+  s.call(a, told=asked, said=SUMMARY)
+  opened = f"It is Tuesday.\n\n{task}\n\n{SUMMARY}"
+  c = s.call(told=opened)
+  s.call(told=f"{opened}\n\n{asked}", tools=(), said="And more.\n" + SUMMARY)
+  s.notes[-1] = dataclasses.replace(s.notes[-1], last_user=asked)
+  s.call(told=f"It is Friday.\n\n{task}\n\nAnd more.\n{SUMMARY}")
+  s.call(c)
+  assert s.roles() == [
+    "main",
+    "main_summary",
+    "main",
+    "main_summary",
+    "main",
+    "main",
+  ]
+
+
 def test_a_history_that_is_told_again_makes_no_summary():
   s = Script()
   a = s.call(told="Summarize the report.", said=SUMMARY)
