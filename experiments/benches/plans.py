@@ -306,6 +306,44 @@ def trajectories(options: Options) -> tuple[Case, ...]:
   return tuple(cases)
 
 
+def proxy(options: Options) -> tuple[Case, ...]:
+  """What the proxy adds to a call, with 64 executions at once."""
+  metrics = (
+    Metric("added_ms_median", "added to a call, median, ms", higher=False),
+    Metric(
+      "added_ms_p90", "added to a call, 90th percentile, ms", higher=False
+    ),
+    Metric("engine_ms_median", "of the engine, median, ms", higher=False),
+    Metric("calls_per_s", "calls/s"),
+    Metric("prompt_tokens_mean", "tokens of a prompt, mean"),
+    Metric("strict_share", "share of prompts that extend the last call's"),
+  )
+  size = {"executions": 64, "calls": 8}
+  if options.quick:
+    size = {"executions": 4, "calls": 3, "token_s": 0.001, "spread_s": 0.1}
+  n = size["executions"]
+  cases = [
+    Case(
+      f"{n} executions, paced engine, {how}",
+      (Variant("", "", size | {"stream": how == "streamed"}),),
+      metrics,
+    )
+    for how in ("whole answers", "streamed")
+  ]
+  if not options.quick:
+    size |= {"kind": "embedded", "model": options.model}
+    size |= {"calls": 3, "new": 24, "output_words": 50, "max_context": 4096}
+    cases.append(
+      Case(
+        f"{n} executions, SmolLM2 in the embedded engine",
+        (Variant("", "", size),),
+        metrics,
+      )
+    )
+  return tuple(cases)
+
+
 PLANS = {
-  f.__name__: f for f in (engine, train, grpo, attention, reshard, trajectories)
+  f.__name__: f
+  for f in (engine, train, grpo, attention, reshard, trajectories, proxy)
 }

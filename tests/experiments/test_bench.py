@@ -156,6 +156,15 @@ def test_trajectories_are_built_stored_and_bounded():
   assert 0 < rows["generated", "packed_1_of_all"] <= 1
 
 
+def test_what_the_proxy_adds_is_measured():
+  out = run_json("proxy", "--quick")
+  for how in ("whole answers", "streamed"):
+    rows = {r["key"]: r["ours"] for r in out["rows"] if how in r["case"]}
+    assert 0 < rows["added_ms_median"] <= rows["added_ms_p90"]
+    assert rows["engine_ms_median"] > 0 and rows["calls_per_s"] > 0
+    assert rows["strict_share"] == 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "grpo", "reshard"])
 def test_the_other_benchmarks_run(tiny_model, name):
