@@ -24,6 +24,9 @@ from gyre.trajectory import ladder
 from gyre.trajectory.prefixes import Prefixes, common
 from gyre.types import Call, FinishReason, Sample
 
+# Tokens looked at on each side of a first difference.
+_NEAR = 64
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
@@ -99,9 +102,16 @@ class _Aligner:
   ) -> tuple[ladder.Repair, int] | None:
     """The repair, and how many tokens it keeps; None for a split."""
     shared = common(before.recorded, following)
+    end = len(before.recorded) + len(before.sampled)
+    if shared == len(before.recorded) and np.array_equal(
+      before.sampled, following[shared:end]
+    ):
+      return ladder.Repair("strict", following[end:].tolist()), end
     # Compare from the last token that text can be cut at.
     cuts = np.flatnonzero(np.isin(before.recorded[:shared], self._special))
     start = int(cuts[-1]) if len(cuts) else 0
+    if self._parts(before.recorded, following, start, shared):
+      return None
     repair = ladder.climb(
       before.recorded[start:].tolist(),
       before.sampled.tolist(),
@@ -116,6 +126,23 @@ class _Aligner:
       return None
     return repair, kept + len(before.sampled) - repair.sampled_drop
 
+  def _parts(
+    self, prompt: np.ndarray, following: np.ndarray, start: int, shared: int
+  ) -> bool:
+    """Whether their texts part before what may be dropped of the prompt.
+
+    A look at what stands near their first difference, which spares reading
+    long prompts that have nothing to do with each other.
+    """
+    end = shared + _NEAR
+    if shared - start > _NEAR or end > len(prompt) - ladder.MAX_PROMPT_DROP:
+      return False
+    text = self._codec.decode(prompt[start:end].tolist())
+    # A token of one text may be several of the other's.
+    goal = self._codec.decode(following[start : end + 8 * _NEAR].tolist())
+    sure = min(len(text), len(goal)) - 8
+    return sure > 0 and text[:sure] != goal[:sure]
+
   def place(self, turn: Turn) -> tuple[_Placed, str]:
     """Puts a turn where it goes on; returns it and the step taken."""
     if isinstance(turn.prompt, str):
@@ -124,9 +151,12 @@ class _Aligner:
       recorded = np.asarray(turn.prompt, np.int32)
     sampled = np.asarray(turn.sampled, np.int32)
     best: tuple[int, int, ladder.Repair] | None = None
-    for number in sorted(self._candidates(recorded)):
-      found = self._climb(self._placed[number], recorded)
-      if found is not None and (best is None or found[1] >= best[0]):
+    for number in sorted(self._candidates(recorded), reverse=True):
+      before = self._placed[number]
+      if best and best[0] >= len(before.recorded) + len(before.sampled):
+        continue
+      found = self._climb(before, recorded)
+      if found is not None and (best is None or found[1] > best[0]):
         best = found[1], number, found[0]
     if best is None:
       step = "split" if self._placed else ""

@@ -208,6 +208,37 @@ def test_a_strict_turn_stands_after_the_sampled_ids_of_a_repaired_one():
   assert [c.parent_hint for c in calls] == [None, "0000", "0001"]
 
 
+LONG = "<m>" + "list the files in the directory é∀ " * 80
+
+
+@pytest.mark.parametrize("special_ids", [(START, END), ()])
+def test_a_long_prompt_in_other_tokens_is_the_same_text(special_ids):
+  """Ids part at once, far from the end; the text does not."""
+  single = [i for c in LONG[3:] for i in CODEC.encode(c)]
+  first = turn(0, [START, *single, END, START], ["files"])
+  second = turn(1, LONG + "<e><m>files<e><m>out<e><m>", ["done"])
+  assert len(single) > 2 * len(CODEC.encode(LONG))
+  got = aligned([first, second], special_ids=special_ids, mask_drift=False)
+  assert got.calls[1].boundary == "retokenized"
+  whole = [*first.prompt, *first.sampled]
+  assert got.calls[1].prompt_ids[: len(whole)].tolist() == whole
+  check(got, [first, second])
+
+
+def test_long_prompts_of_other_texts_are_not_read_whole():
+  read = []
+
+  class Reads(Codec):
+    def decode(self, ids):
+      read.append(len(ids))
+      return super().decode(ids)
+
+  turns = [turn(0, LONG, ["x"]), turn(1, LONG.replace("list", "read"), ["y"])]
+  got = align.align(turns, Reads(), execution_id="g/0", group_id="g")
+  assert got.calls[1].boundary == "split"
+  assert 0 < max(read) < len(CODEC.encode(LONG)) / 2
+
+
 def test_the_audit_finds_every_kind_of_drift():
   rows, _, _ = CASES["a conversation"]
   turns = [turn(i, p, pieces) for i, (p, pieces) in enumerate(rows)]
