@@ -227,7 +227,9 @@ def table(rows: Sequence[Row], *, title: str = "") -> rich.table.Table:
 
 def text(rows: Sequence[Row], *, title: str = "", width: int = 140) -> str:
   """Returns the same table as plain text of at most `width` columns."""
-  console = rich.console.Console(width=width, color_system=None)
+  console = rich.console.Console(
+    width=width, color_system=None, force_jupyter=False
+  )
   with console.capture() as captured:
     console.print(table(rows, title=title))
   lines = captured.get().splitlines()
