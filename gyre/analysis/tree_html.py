@@ -280,13 +280,10 @@ def render(
   outcome = history.execution.outcome
   facts = tree_text.facts(history)
   if trained is not None:
-    mask = int(trained.mask.sum())
-    facts.append(
-      (
-        "trained",
-        f"step {trained.step}: {mask:,} tokens in {trained.samples} samples",
-      )
-    )
+    samples = f"{trained.samples} sample" + "s" * (trained.samples != 1)
+    tokens = int(trained.mask.sum())
+    words = f"step {trained.step}: {tokens:,} tokens in {samples}"
+    facts.append(("trained", words))
   environment = jinja2.Environment(
     autoescape=True, undefined=jinja2.StrictUndefined
   )
