@@ -1,6 +1,6 @@
 """Cuts a small run out of a run: what rollout_trees.ipynb shows.
 
-  python experiments/run.py --config experiments/configs/quickstart.py \\
+  python experiments/run.py --config experiments/configs/delegating.py \\
     --workdir runs/sample
   python experiments/notebooks/make_sample.py runs/sample
 

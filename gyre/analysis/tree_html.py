@@ -224,6 +224,7 @@ def _colours(history: History, trained: Trained | None) -> list[dict[str, Any]]:
 
 def _branch(history: History, branch: Branch, pieces: Pieces) -> dict[str, Any]:
   reason = branch.reason
+  words = tree_text.around(history, branch, pieces)
   return {
     "name": branch.name,
     "roles": ", ".join(branch.roles) or "no call",
@@ -233,7 +234,7 @@ def _branch(history: History, branch: Branch, pieces: Pieces) -> dict[str, Any]:
     "detail": reason.detail if reason else "",
     "behind": branch.behind,
     "heading": tree_text.heading(history, branch),
-    "around": tree_text.around(history, branch, pieces),
+    "around": words and [w.replace("\n", "↵\n") for w in words],
   }
 
 

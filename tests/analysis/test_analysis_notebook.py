@@ -45,6 +45,9 @@ def test_the_sample_has_what_the_notebook_shows():
   assert {r.phase for r in rows} == {"train", "eval"}
   assert {r.status for r in rows} >= {"scored"}
   assert len({r.score for r in rows}) > 1
+  # A harness that compacts its history and calls sub-agents made it.
+  assert {role for r in rows for role in r.roles} == set(branches.ROLES)
+  assert max(r.branches for r in rows) > 4
   for r in rows:
     read = reading.read(SAMPLE, r.id)
     assert read.pieces.known
@@ -99,6 +102,7 @@ def test_the_notebook_runs():
     ids = store.execution_ids()
   listed = outputs["table"][0]["text"]
   assert all(i in listed for i in ids)
+  assert "compaction: call" in outputs["text"][0]["text"]
   picked = next(i for i in ids if i in outputs["pick"][0]["text"])
   assert outputs["text"][0]["text"].startswith(f"execution {picked}\n")
   page = outputs["page"][0]["data"]["text/html"]
