@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import markupsafe
 import rich.box
 import rich.console
 import rich.table
@@ -198,6 +199,17 @@ def as_dicts(rows: Iterable[Row]) -> list[dict[str, Any]]:
   return [dataclasses.asdict(r) | {"roles": list(r.roles)} for r in rows]
 
 
+_RIGHT = (
+  "version",
+  "score",
+  "passed",
+  "calls",
+  "sampled",
+  "branches",
+  "seconds",
+)
+
+
 def _cell(value: Any) -> str:
   if value is None:
     return "-"
@@ -212,8 +224,7 @@ def table(rows: Sequence[Row], *, title: str = "") -> rich.table.Table:
   """Returns rows as a table for a console."""
   out = rich.table.Table(title=title or None, box=rich.box.SIMPLE_HEAD)
   for name in COLUMNS:
-    numbers = name in ("version", "score", "calls", "sampled", "branches")
-    right = numbers or name in ("passed", "seconds")
+    right = name in _RIGHT
     out.add_column(
       name,
       justify="right" if right else "left",
@@ -225,7 +236,7 @@ def table(rows: Sequence[Row], *, title: str = "") -> rich.table.Table:
   return out
 
 
-def text(rows: Sequence[Row], *, title: str = "", width: int = 140) -> str:
+def text(rows: Sequence[Row], *, title: str = "", width: int = 200) -> str:
   """Returns the same table as plain text of at most `width` columns."""
   console = rich.console.Console(
     width=width, color_system=None, force_jupyter=False
@@ -234,3 +245,20 @@ def text(rows: Sequence[Row], *, title: str = "", width: int = 140) -> str:
     console.print(table(rows, title=title))
   lines = captured.get().splitlines()
   return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def html(rows: Iterable[Row]) -> str:
+  """Returns the same table as HTML that scrolls where it finds no room."""
+
+  def line(tag: str, cells: Iterable[str]) -> str:
+    out = []
+    for name, words in zip(COLUMNS, cells, strict=True):
+      side = "right" if name in _RIGHT else "left"
+      style = f"text-align: {side}; white-space: nowrap"
+      out.append(f'<{tag} style="{style}">{markupsafe.escape(words)}</{tag}>')
+    return f"<tr>{''.join(out)}</tr>"
+
+  body = [line("td", (_cell(getattr(r, n)) for n in COLUMNS)) for r in rows]
+  head = f"<thead>{line('th', COLUMNS)}</thead>"
+  table = f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
+  return f'<div style="overflow-x: auto">{table}</div>'

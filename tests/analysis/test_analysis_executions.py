@@ -1,6 +1,7 @@
 """Rows of executions that are stored here as a run stores them."""
 
 import dataclasses
+import xml.etree.ElementTree as ElementTree
 
 import branching
 import numpy as np
@@ -117,6 +118,19 @@ def test_the_table_shows_every_column(run):
   # A name is no markup.
   rows = [dataclasses.replace(_rows(run)[0], task="[red]copy")]
   assert "[red]copy" in executions.text(rows)
+
+
+def test_the_same_table_as_html(run):
+  rows = _rows(run)
+  rows[0] = dataclasses.replace(rows[0], task="<b>copy</b>")
+  root = ElementTree.fromstring(executions.html(rows))
+  head, *lines = [[c.text for c in line] for line in root.iter("tr")]
+  assert tuple(head) == executions.COLUMNS and len(lines) == 3
+  first = dict(zip(head, lines[0], strict=True))
+  assert first["task"] == "<b>copy</b>"
+  assert (first["score"], first["passed"]) == ("0.500", "1/2")
+  assert first["roles"] == "main main_summary sub_agent"
+  assert lines[1][head.index("score")] == "-"
 
 
 def test_an_execution_is_found_by_the_end_of_its_id(run):

@@ -100,10 +100,10 @@ def test_the_notebook_runs():
   assert outputs["install"] == []
   with executions.open_store(SAMPLE) as store:
     ids = store.execution_ids()
-  listed = outputs["table"][0]["text"]
+  listed = outputs["table"][0]["data"]["text/html"]
   assert all(i in listed for i in ids)
   assert "compaction: call" in outputs["text"][0]["text"]
-  picked = next(i for i in ids if i in outputs["pick"][0]["text"])
+  picked = next(i for i in ids if i in outputs["pick"][0]["data"]["text/html"])
   assert outputs["text"][0]["text"].startswith(f"execution {picked}\n")
   page = outputs["page"][0]["data"]["text/html"]
   assert page.startswith("<div><iframe ") and picked in page
