@@ -68,7 +68,7 @@ def _quoted(text: str, said: str) -> tuple[float, int]:
   lines = [s for x in said.splitlines() if len(s := _squeeze(x)) >= _SHORTEST]
   if not lines:
     whole = _squeeze(said)
-    lines = [whole] if whole else []
+    lines = [whole] if len(whole) >= _SHORTEST else []
   places = [at for line in lines if (at := text.find(line)) >= 0]
   return (len(places) / len(lines), min(places)) if places else (0.0, -1)
 
@@ -108,17 +108,20 @@ def deduce(notes: Sequence[Note]) -> list[str]:
   A call that goes on with a conversation has its role. A new conversation
   that opens with a summary goes on with what was summarised. Another is a
   sub-agent's if the user's first words came from a tool call's arguments, or
-  if its system prompt or tools are not those of the main one (and the user's
-  first words are not either). A call is a summary if it asks for
-  one and the harness later tells its answer.
+  if its system prompt or tools are not those of the main one, nor the task
+  that the user sets. A call is a summary if it asks for one and the harness
+  later tells its answer.
 
   Args:
     notes: in order of start.
   """
   base: dict[str, str] = {}
   summaries: set[int] = set()
+  asked: list[int] = []
   for i, note in enumerate(notes):
-    told = _summary(notes, i)
+    told = _summary(notes, i, asked)
+    if _ASKS.search(note.last_user) or _ASKS.search(note.system[:_PURPOSE]):
+      asked.append(i)
     if told is not None:
       summaries.add(told)
     if note.parent in base:
@@ -134,8 +137,10 @@ def deduce(notes: Sequence[Note]) -> list[str]:
   ]
 
 
-def _summary(notes: Sequence[Note], index: int) -> int | None:
-  """The summary among the calls before that the harness now tells.
+def _summary(
+  notes: Sequence[Note], index: int, asked: Sequence[int]
+) -> int | None:
+  """The summary among the calls that asked for one that is told now.
 
   At least half of its lines are; of several the one with most, then the
   latest.
@@ -144,13 +149,10 @@ def _summary(notes: Sequence[Note], index: int) -> int | None:
   if not told:
     return None
   best, most = None, 0.5
-  for i, earlier in enumerate(notes[:index]):
-    asked = _ASKS.search(earlier.last_user) or _ASKS.search(
-      earlier.system[:_PURPOSE]
-    )
-    share, place = _quoted(told, earlier.said) if asked else (0.0, -1)
+  for i in asked:
+    share, place = _quoted(told, notes[i].said)
     # Where the request stands before it, a history is told again.
-    again = 0 <= told.find(_squeeze(earlier.last_user)) < place
+    again = 0 <= told.find(_squeeze(notes[i].last_user)) < place
     if share >= most and not again:
       best, most = i, share
   return best

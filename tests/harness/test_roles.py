@@ -164,6 +164,13 @@ def test_a_history_that_is_told_again_makes_no_summary():
   assert s.roles() == ["main"] * 3
 
 
+def test_a_word_that_is_told_again_makes_no_summary():
+  s = Script()
+  s.call(told="Summarize the report.", said="ok")
+  s.call(told="Count the books. ok", system="agent")
+  assert s.roles() == ["main", "sub_agent"]
+
+
 def test_a_harness_can_say_it_itself():
   s = Script()
   a = s.call(told="Do it.")
