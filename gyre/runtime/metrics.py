@@ -8,6 +8,7 @@ single supervised steps are in warm_start.jsonl.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -18,9 +19,10 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from gyre.trajectory import align, ladder
 from gyre.trajectory.score import reward
 from gyre.trajectory.select import Selection
-from gyre.types import Call, Execution, Sample
+from gyre.types import Execution
 
 
 class Lines:
@@ -143,27 +145,6 @@ def trajectories(
   return out | {"trajectory/repeated": repeated / max(nodes, 1)}
 
 
-def _unexplained(sample: Sample, calls: Sequence[Call]) -> int:
-  """Masked tokens that no call sampled in exactly that context."""
-  found = np.zeros(len(sample.ids), bool)
-  for call in calls:
-    start = len(call.prompt_ids)
-    own = slice(start, start + len(call.completion_ids))
-    if not sample.mask[own].any():
-      continue
-    ids = np.concatenate([call.prompt_ids, call.completion_ids])
-    ids = ids[: len(sample.ids)]
-    differs = np.flatnonzero(ids != sample.ids[: len(ids)])
-    end = int(differs[0]) if len(differs) else len(ids)
-    if end <= start:
-      continue
-    own, n = slice(start, end), end - start
-    found[own] |= (sample.logprobs[own] == call.logprobs[:n]) & (
-      sample.versions[own] == call.versions[:n]
-    )
-  return int((sample.mask & ~found).sum())
-
-
 def token_audit(
   executions: Sequence[Execution], selections: Sequence[Selection]
 ) -> dict[str, int]:
@@ -179,16 +160,16 @@ def token_audit(
     executions: of a step.
     selections: of each.
   """
-  steps = dict.fromkeys(("strict", "normalized", "retokenized", "split"), 0)
-  drift = 0
+  totals: collections.Counter = collections.Counter()
   for execution, selection in zip(executions, selections, strict=True):
-    told = [c.boundary for c in execution.calls if c.boundary]
-    for boundary in told:
-      steps[boundary] += 1
-    if not told:
+    told = ladder.counts(c.boundary for c in execution.calls)
+    if not any(told.values()):
       leaves = selection.stats["leaves"]
-      steps["strict"] += selection.stats["calls"] - leaves
-      steps["split"] += max(leaves - 1, 0)
-    drift += sum(_unexplained(s, execution.calls) for s in selection.samples)
-  out = {f"tito/{step}": count for step, count in steps.items()}
-  return out | {"tito/drift_in_loss": drift, "tito/context_drift": 0}
+      told["tito/strict"] = selection.stats["calls"] - leaves
+      told["tito/split"] = max(leaves - 1, 0)
+    totals.update(told)
+    audit = align.audit(execution.calls, selection.samples)
+    totals["tito/drift_in_loss"] += audit.drift_in_loss
+  # Repair comes before sampling here, so that no context drifts.
+  names = [*ladder.counts(()), "tito/drift_in_loss", "tito/context_drift"]
+  return {name: totals[name] for name in names}
