@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ def train(config: Config, directory: pathlib.Path) -> None:
     controller = Controller(config, directory, launched, tasks, runner)
     try:
       with _warnings(controller.record.progress):
-        rows = asyncio.run(_train(controller, runner))
+        rows = _until_done(_train(controller, runner))
       title = f"{directory}: {config.run.steps} steps"
       table = progress.final_table(rows, controller.wall_s(), title)
       controller.record.progress.show(table)
@@ -104,6 +104,32 @@ def train(config: Config, directory: pathlib.Path) -> None:
       controller.close()
   finally:
     lock.release()
+
+
+async def _stoppable(work: Coroutine[Any, Any, Any]) -> Any:
+  """`work`, which SIGTERM cancels: it alone, as Ctrl-C does.
+
+  An exception raised wherever the loop is would have every task cancelled,
+  those too that see to it that a process is started or ended whole.
+  """
+  loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+  def stop(*_: Any) -> None:
+    task.cancel()
+    loop.call_soon_threadsafe(lambda: None)  # wakes the loop
+
+  before = signal.signal(signal.SIGTERM, stop)
+  try:
+    return await work
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def _until_done(work: Coroutine[Any, Any, Any]) -> Any:
+  try:
+    return asyncio.run(_stoppable(work))
+  except asyncio.CancelledError:
+    raise KeyboardInterrupt from None
 
 
 async def _train(

@@ -156,3 +156,33 @@ def test_killed_in_the_middle_of_20_concurrent_harnesses(tmp_path, environment):
   assert len(rows) == len(set(rows)) and len(calls) == len(set(calls))
   assert not harnesses(mark)
   assert not [n for n in left_behind() if n.startswith(f"{process.pid}-")]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_takes_its_harnesses_down(
+  tmp_path, environment
+):
+  """SIGTERM at several moments: it ends soon, and leaves nothing."""
+  mark = f"gyre-{uuid.uuid4().hex}"
+  directory = tmp_path / "run"
+  for count in (1, 6, 11):
+    process = subprocess.Popen(
+      command(directory, mark),
+      env=environment,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    try:
+      while running.finished(directory, "train") < count:
+        assert process.poll() is None
+        time.sleep(0.005)
+      process.terminate()
+      _, said = process.communicate(timeout=60)
+    finally:
+      process.kill()
+      process.wait()
+    assert process.returncode == 130 and "stopped" in said
+    assert not harnesses(mark)
+    mine = [n for n in left_behind() if n.startswith(f"{process.pid}-")]
+    assert not [n for n in mine if "-shared" not in n]
