@@ -10,7 +10,11 @@ histories branch, and the branches are trained as one tree.
 As in quickstart.py, a model from scratch is first shown the conventions of all
 sites, here by a policy that answers the harness, and then learns those of one
 site from what the verifier says. Not deterministic: the harness's clock is its
-own. Not run to the end by us yet: no expected score.
+own.
+
+Seen with seed 0 on 2 cores that did other work too: held-out 0.30 after the
+supervised phase, a step of 64 executions in 10 to 14 s. Not run to the end by
+us yet: no expected score.
 """
 
 from gyre import config
@@ -34,7 +38,7 @@ MODEL = {
 def get_config():
   """Returns the configuration."""
   return config.config_dict(
-    run={"steps": 12},
+    run={"steps": 32},
     model={"hf_config": MODEL},
     tokenizer={"source": "train", "vocab_size": 1024},
     tasks={
@@ -71,7 +75,7 @@ def get_config():
       "row_tokens": 512,
     },
     optim={"lr": 3e-4, "warmup_steps": 10},
-    eval={"every": 6, "n": 64},
+    eval={"every": 8, "n": 64},
     warm_start={
       "steps": 500,
       "tasks": 512,
