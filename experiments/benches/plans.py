@@ -279,10 +279,10 @@ def trajectories(options: Options) -> tuple[Case, ...]:
     Metric("executions", "executions"),
   )
   name = f"{calls} calls up to {tokens:,} tokens"
-  bounds = {"run": options.run, "executions": 8, "row_tokens": 4096}
-  bounds |= {"part": "bounds", "scale": 48, "repeat": 2}
+  bounds = {"part": "bounds", "run": options.run}
+  bounds |= {"executions": 8, "scale": 48, "repeat": 2}
   if options.quick:
-    bounds |= {"executions": 2, "row_tokens": 512, "scale": 6, "repeat": 1}
+    bounds |= {"executions": 2, "scale": 6, "repeat": 1}
   cases = [
     Case(
       f"{name}, {mode}",
@@ -332,7 +332,8 @@ def proxy(options: Options) -> tuple[Case, ...]:
   ]
   if not options.quick:
     size |= {"kind": "embedded", "model": options.model}
-    size |= {"calls": 3, "new": 24, "output_words": 50, "max_context": 4096}
+    size |= {"calls": 2, "new": 24, "max_context": 2048, "tools": 1}
+    size |= {"system_words": 50, "task_words": 30, "output_words": 50}
     cases.append(
       Case(
         f"{n} executions, SmolLM2 in the embedded engine",

@@ -104,7 +104,7 @@ def client(settings: str) -> None:
   """Holds the conversations; prints the seconds of each call as JSON.
 
   Args:
-    settings: JSON of {host, port, keys, calls, new, output_words, stream}.
+    settings: JSON of {host, port, keys} and those of `measure`.
   """
   s = json.loads(settings)
 
@@ -148,13 +148,14 @@ def client(settings: str) -> None:
       s["host"], s["port"], limit=1 << 24
     )
     messages: list[dict[str, Any]] = [
-      {"role": "system", "content": _words(0, 600)},
-      {"role": "user", "content": _words(n, 100)},
+      {"role": "system", "content": _words(0, s["system_words"])},
+      {"role": "user", "content": _words(n, s["task_words"])},
     ]
     took = []
     await asyncio.sleep(n * s["spread_s"] / len(s["keys"]))
     for i in range(s["calls"]):
-      body = {"model": "m", "messages": messages, "tools": _TOOLS}
+      body = {"model": "m", "messages": messages}
+      body["tools"] = _TOOLS[: s["tools"]]
       body |= {"max_tokens": s["new"], "stream": s["stream"]}
       answer, seconds = await ask(reader, writer, key, body)
       took.append(seconds)
@@ -249,9 +250,7 @@ async def _run(engine: Timed, renderer: Any, s: dict[str, Any]) -> Any:
     for n in range(s["executions"])
   ]
   async with _served(proxy_.app) as port:
-    asked = {k: s[k] for k in ("calls", "new", "output_words", "stream")}
-    asked |= {"host": "127.0.0.1", "port": port, "keys": keys}
-    asked |= {"spread_s": s["spread_s"]}
+    asked = s | {"host": "127.0.0.1", "port": port, "keys": keys}
     process = await asyncio.create_subprocess_exec(
       sys.executable,
       "-c",
@@ -272,7 +271,10 @@ def measure(
   executions: int = 64,
   calls: int = 8,
   new: int = 64,
+  system_words: int = 600,
+  task_words: int = 100,
   output_words: int = 300,
+  tools: int = 6,
   token_s: float = 0.02,
   spread_s: float = 1.0,
   stream: bool = False,
@@ -286,7 +288,9 @@ def measure(
     executions: at once.
     calls: of each execution, one after the other.
     new: most tokens of a completion.
-    output_words: of a tool's output.
+    system_words, task_words, output_words: of the system prompt, of the
+      task and of a tool's output.
+    tools: offered.
     token_s: seconds a token of the paced engine.
     spread_s: executions start within so many seconds.
     stream: whether answers are streamed.
