@@ -196,7 +196,7 @@ def _store(calls: int, tokens: int) -> dict[str, Any]:
 
 
 def _bounds(
-  run: str, executions: int, row_tokens: int, scale: int, repeat: int
+  run: str, executions: int, scale: int, repeat: int
 ) -> dict[str, Any]:
   import jax
   import jax.numpy as jnp
@@ -218,10 +218,12 @@ def _bounds(
   advantages = {e.execution_id: float(rng.standard_normal()) for e in found}
   for name, bound in BOUNDS.items():
     samples, stats = _selected(found, bound)
-    longest = max(len(s.ids) for s in samples)
-    row_tokens = max(row_tokens, packing.bucket(longest))
     packed[name] = samples
     results[f"trained_{name}"] = stats
+  # Rows of an eighth of all, so that a step's time follows what is in it.
+  longest = max(len(s.ids) for s in packed["all"])
+  whole = packing.pack(packed["all"], None, row_tokens=longest).tokens_trained
+  row_tokens = packing.bucket(max(longest, whole // 8))
   model = dict(_MODEL)
   largest = max(int(s.ids.max()) for s in packed["all"])
   model["vocab_size"] = packing.bucket(largest + 1)
