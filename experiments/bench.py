@@ -349,8 +349,7 @@ def main() -> None:
     module.measure(**json.loads(args.worker))
     return
   try:
-    needs_model = args.name not in ("attention", "trajectories")
-    needs_model = needs_model and not (args.name == "proxy" and args.quick)
+    needs_model = args.name not in ("attention", "trajectories", "proxy")
     model = args.model or (default_model() if needs_model else "")
     options = plans.Options(
       model, run=args.run, quick=args.quick, device=args.device

@@ -322,26 +322,14 @@ def proxy(options: Options) -> tuple[Case, ...]:
   if options.quick:
     size = {"executions": 4, "calls": 3, "token_s": 0.001, "spread_s": 0.1}
   n = size["executions"]
-  cases = [
+  return tuple(
     Case(
-      f"{n} executions, paced engine, {how}",
+      f"{n} executions, {how}",
       (Variant("", "", size | {"stream": how == "streamed"}),),
       metrics,
     )
     for how in ("whole answers", "streamed")
-  ]
-  if not options.quick:
-    size |= {"kind": "embedded", "model": options.model}
-    size |= {"calls": 2, "new": 24, "max_context": 2048, "tools": 1}
-    size |= {"system_words": 50, "task_words": 30, "output_words": 50}
-    cases.append(
-      Case(
-        f"{n} executions, SmolLM2 in the embedded engine",
-        (Variant("", "", size),),
-        metrics,
-      )
-    )
-  return tuple(cases)
+  )
 
 
 PLANS = {

@@ -3,8 +3,8 @@
 Clients in a process of their own hold conversations that grow call by call
 with a tool call and its output. Of each call the time that the client waited,
 less the time that the engine took for it, is what the proxy added: sockets,
-JSON, matching, rendering, reading, recording. The engine is a paced one, which
-says its tokens at a given speed and costs nothing itself, or the embedded one.
+JSON, matching, rendering, reading, recording. The engine says its tokens at a
+given speed, so that what is measured is the proxy and not who gets the cores.
 """
 
 from __future__ import annotations
@@ -73,9 +73,6 @@ class Paced:
   async def abort(self, request_id: str) -> bool:
     del request_id
     return False
-
-  async def close(self) -> None:
-    pass
 
 
 class Timed:
@@ -179,33 +176,13 @@ def client(settings: str) -> None:
   print(json.dumps(asyncio.run(main())))
 
 
-def _renderer(model: str) -> Any:
+def _renderer() -> Any:
   from gyre.harness import render, templates
 
-  if model:
-    return render.Renderer.from_directory(model, chat_template=templates.CHATML)
   texts = [_words(n, 200) for n in range(20)] + [_SAID, json.dumps(_TOOLS)]
   tokenizer = render.train_tokenizer(texts, 1000, templates.CHATML_TOKENS)
   return render.Renderer(
     tokenizer, templates.CHATML, stop_tokens=(templates.CHATML_END,)
-  )
-
-
-def _engine(kind: str, renderer: Any, model: str, s: dict[str, Any]) -> Any:
-  if kind == "paced":
-    return Paced(renderer, s["token_s"])
-  from benches import ours
-
-  from gyre.models import load
-
-  cfg, params = load.load_hf_dir(model, layout="layers")
-  return ours.open_engine(
-    params,
-    cfg,
-    "float32",
-    max_slots=s["executions"],
-    num_pages=3072,
-    max_context=s["max_context"],
   )
 
 
@@ -266,8 +243,6 @@ async def _run(engine: Timed, renderer: Any, s: dict[str, Any]) -> Any:
 
 
 def measure(
-  kind: str = "paced",
-  model: str = "",
   executions: int = 64,
   calls: int = 8,
   new: int = 64,
@@ -283,29 +258,24 @@ def measure(
   """Prints the JSON line.
 
   Args:
-    kind: of the engine: "paced" or "embedded".
-    model: Hugging Face directory of the embedded engine.
     executions: at once.
     calls: of each execution, one after the other.
     new: most tokens of a completion.
     system_words, task_words, output_words: of the system prompt, of the
       task and of a tool's output.
     tools: offered.
-    token_s: seconds a token of the paced engine.
+    token_s: seconds a token of the engine.
     spread_s: executions start within so many seconds.
     stream: whether answers are streamed.
     max_context: most tokens of a prompt and its completion.
   """
   s = dict(locals())
-  renderer = _renderer(model if kind == "embedded" else "")
-  engine = Timed(_engine(kind, renderer, model, s))
+  renderer = _renderer()
+  engine = Timed(Paced(renderer, token_s))
   with asyncio.Runner() as runner:
-    if kind == "embedded":
-      runner.run(engine.ready())
     start = time.perf_counter()
     waited, recorded = runner.run(_run(engine, renderer, s))
     seconds = time.perf_counter() - start
-    runner.run(engine.close())
   added = [
     1e3 * (took - engine.took[f"e{n}#{i}"])
     for n, times in enumerate(waited)
