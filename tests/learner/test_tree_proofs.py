@@ -29,7 +29,7 @@ OPTIM = config.Optim(lr=1e-2, weight_decay=0.1)
 LEARNER = config.Learner(dual_clip=1.2, sum_norm_len=7)
 MODES = ("once", "multiplicity", "leaf")
 ROW_TOKENS, ROW_ENTRIES = 128, call_trees.CALLS * call_trees.LENGTH
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=8, deadline=None)
 many = settings(
   max_examples=150,
   deadline=None,
