@@ -15,7 +15,8 @@ from gyre.trajectory import tree as tree_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 HARNESSES = ROOT / "experiments" / "harnesses"
-TASK = shell.make_task("directory", 6, min_turns=3, max_turns=3)
+# Its commands are long enough to be taken for summaries.
+TASK = shell.make_task("move", 11, min_turns=3, max_turns=3)
 
 
 def reference(task):
