@@ -60,7 +60,10 @@ async def _serve(path, listener):
 def _listen(port):
   """A listening socket at `port`, or at any where that is taken."""
   for wanted in (port, 0):
-    listener = socket.socket()
+    # Named, or asyncio would not send small pieces at once (TCP_NODELAY).
+    listener = socket.socket(
+      socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     try:
       listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       listener.bind(("127.0.0.1", wanted))
