@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gyre import config, types
+from gyre.envs import attempts, tool_calls, verifier
 from gyre.envs import sandbox as sandbox_lib
 from gyre.envs import task as task_lib
-from gyre.envs import tool_calls, verifier
 from gyre.envs.shell import CommandResult
 from gyre.harness import render
 from gyre.rollout import calls
@@ -367,7 +367,7 @@ async def run_and_verify(
   agent: config.Agent,
   deterministic: bool = False,
   retries: int = 2,
-  verify: Callable[..., Awaitable[types.Outcome]] = verifier.verify,
+  verify: attempts.Verify = verifier.verify,
   **options: Any,
 ) -> types.Execution:
   """Runs one execution from an empty conversation to its outcome.
@@ -401,51 +401,19 @@ async def run_and_verify(
     asyncio.CancelledError: likewise.
   """
   loop = _Loop(task, agent=agent, deterministic=deterministic, **options)
+
+  async def play(box: sandbox_lib.Sandbox) -> None:
+    loop.reset()
+    await loop.run(box)
+    await box.close_shell()
+
+  work = attempts.verified(
+    sandbox_lib.Request(task, sandbox, deterministic=deterministic),
+    play,
+    options=sandbox,
+    retries=retries,
+    verify=verify,
+  )
   limit = None if deterministic else agent.overall_timeout_s
-  try:
-    async with asyncio.timeout(limit) as scope:
-      outcome = await _attempts(
-        loop, task, sandbox, deterministic, retries, verify
-      )
-  except TimeoutError:
-    if not scope.expired():
-      raise
-    outcome = types.Outcome(
-      status="discarded",
-      timeout="overall",
-      detail=f"not finished within {limit} s",
-    )
-  if loop.truncated == "time" and outcome.status in ("scored", "no_artifact"):
-    outcome = dataclasses.replace(outcome, timeout="harness")
-  return loop.execution(outcome)
-
-
-async def _attempts(
-  loop: _Loop,
-  task: task_lib.Task,
-  sandbox: config.Sandbox,
-  deterministic: bool,
-  retries: int,
-  verify: Callable[..., Awaitable[types.Outcome]],
-) -> types.Outcome:
-  """Sandbox, conversation, verification; again while failures allow it."""
-  request = sandbox_lib.Request(task, sandbox, deterministic=deterministic)
-  while True:
-    outcome = None
-    try:
-      async with sandbox_lib.opened(request) as box:
-        loop.reset()
-        await loop.run(box)
-        await box.close_shell()
-        while outcome is None or (
-          outcome.status == "eval_failed" and retries > 0
-        ):
-          retries -= outcome is not None
-          outcome = await verify(
-            task, box.workspace, sandbox, deterministic=deterministic
-          )
-        return outcome
-    except sandbox_lib.SandboxError as e:
-      if retries <= 0:
-        return types.Outcome(status="eval_failed", detail=str(e))
-      retries -= 1
+  outcome = await attempts.within(limit, work)
+  return loop.execution(attempts.with_timeout(outcome, loop.truncated))

@@ -14,11 +14,11 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gyre import config, types
-from gyre.envs import launchers, relay, spawn, tool_calls, verifier
+from gyre.envs import attempts, launchers, relay, spawn, tool_calls, verifier
 from gyre.envs import sandbox as sandbox_lib
 from gyre.envs import task as task_lib
 from gyre.envs.shell import CommandResult
@@ -98,7 +98,7 @@ class _Run:
     limit = task.limits.agent_timeout_s or agent.harness_timeout_s
     self._limit_s = min(limit, agent.harness_timeout_s)
     self._python, shown = interpreter()
-    self._request = sandbox_lib.Request(
+    self.request = sandbox_lib.Request(
       task,
       # To the sandbox the whole harness is one command, which also waits for
       # the model: only the harness timeout bounds its time.
@@ -143,7 +143,7 @@ class _Run:
     )
     return self._key
 
-  async def _close(self) -> None:
+  async def close(self) -> None:
     """Ends the key's service, once, however often we are cancelled."""
     if self._key is None:
       return
@@ -156,10 +156,11 @@ class _Run:
 
   async def play(self, box: sandbox_lib.Sandbox) -> None:
     """Runs the harness to its end and keeps the workspace."""
+    await self.close()  # of an attempt that failed
     result = await self._run_harness(box, self._open())
     self._check()
     await box.close_shell()
-    await self._close()
+    await self.close()
     output = tool_calls.middle_cut(result.output, _MAX_OUTPUT_CHARS)
     self._printed = {
       "role": "harness",
@@ -201,29 +202,6 @@ class _Run:
     search = launchers.search_path(self._harness)
     return await box.run(launchers.script(made, search), self._limit_s)
 
-  async def attempts(
-    self,
-    retries: int,
-    sandbox: config.Sandbox,
-    verify: Callable[..., Awaitable[types.Outcome]],
-  ) -> types.Outcome:
-    """Sandbox, harness, verification; again while failures allow it."""
-    while True:
-      try:
-        async with sandbox_lib.opened(self._request) as box:
-          await self.play(box)
-          outcome = await verify(self._task, box.workspace, sandbox)
-          while outcome.status == "eval_failed" and retries > 0:
-            retries -= 1
-            outcome = await verify(self._task, box.workspace, sandbox)
-          return outcome
-      except sandbox_lib.SandboxError as e:
-        if retries <= 0:
-          return types.Outcome(status="eval_failed", detail=str(e))
-        retries -= 1
-      finally:
-        await self._close()
-
 
 async def run_external(
   task: task_lib.Task,
@@ -231,7 +209,7 @@ async def run_external(
   sandbox: config.Sandbox,
   agent: config.Agent,
   retries: int = 2,
-  verify: Callable[..., Awaitable[types.Outcome]] = verifier.verify,
+  verify: attempts.Verify = verifier.verify,
   **options: Any,
 ) -> types.Execution:
   """Runs one execution of a harness to its outcome.
@@ -263,18 +241,11 @@ async def run_external(
     Whatever `check` raises: likewise.
   """
   run = _Run(task, sandbox=sandbox, agent=agent, **options)
-  limit = agent.overall_timeout_s
+  work = attempts.verified(
+    run.request, run.play, options=sandbox, retries=retries, verify=verify
+  )
   try:
-    async with asyncio.timeout(limit) as scope:
-      outcome = await run.attempts(retries, sandbox, verify)
-  except TimeoutError:
-    if not scope.expired():
-      raise
-    outcome = types.Outcome(
-      status="discarded",
-      timeout="overall",
-      detail=f"not finished within {limit} s",
-    )
-  if run.truncated == "time" and outcome.status in ("scored", "no_artifact"):
-    outcome = dataclasses.replace(outcome, timeout="harness")
-  return run.execution(outcome)
+    outcome = await attempts.within(agent.overall_timeout_s, work)
+  finally:
+    await run.close()
+  return run.execution(attempts.with_timeout(outcome, run.truncated))

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from gyre.trajectory.prefixes import common
 from gyre.types import Batch, Sample
 
 jax.tree_util.register_dataclass(
@@ -69,15 +70,9 @@ class _Node:
     self.start = self.end = 0
 
 
-def _agree(a: np.ndarray, b: np.ndarray) -> int:
-  n = min(len(a), len(b))
-  differ = np.flatnonzero(a[:n] != b[:n])
-  return int(differ[0]) if len(differ) else n
-
-
 def _compare(a: np.ndarray, b: np.ndarray) -> int:
   """Lexicographic: negative where `a` comes first, as a prefix of `b` does."""
-  n = _agree(a, b)
+  n = common(a, b)
   if n == min(len(a), len(b)):
     return len(a) - len(b)
   return int(a[n]) - int(b[n])
@@ -99,7 +94,7 @@ class _Tree:
       child = node.children.get(int(ids[done]))
       if child is None:
         break
-      node, inside = child, _agree(child.ids, ids[done:])
+      node, inside = child, common(child.ids, ids[done:])
       done += inside
     return node, inside, done
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gyre.trajectory.prefixes import common
 from gyre.types import Call
 
 
@@ -155,14 +156,6 @@ class _Edge:
     self.node = -1
 
 
-def _agree(a: np.ndarray, b: np.ndarray) -> int:
-  """Length of the longest common prefix."""
-  n = min(len(a), len(b))
-  differs = a[:n] != b[:n]
-  first = int(differs.argmax()) if n else 0
-  return first if n and differs[first] else n
-
-
 def _insert(root: _Edge, ids: np.ndarray) -> _Edge:
   """Adds a path; returns the edge whose end is its end."""
   edge, done = root, 0
@@ -173,7 +166,7 @@ def _insert(root: _Edge, ids: np.ndarray) -> _Edge:
       # A copy: a view would keep the whole prompt alive.
       child = edge.children[first] = _Edge(ids[done:].copy())
       return child
-    n = _agree(child.ids, ids[done:])
+    n = common(child.ids, ids[done:])
     if n < len(child.ids):
       # The lower part stays the same object: calls that end there know it.
       upper = edge.children[first] = _Edge(child.ids[:n])

@@ -239,6 +239,12 @@ class Served:
     return self.run(read())
 
 
+def serve(renderer, answers, *, split=0, tick_s=None, **options):
+  """A proxy over an engine that gives these answers."""
+  engine = ScriptedEngine(renderer, answers, split=split, tick_s=tick_s)
+  return Served(engine, renderer, **options)
+
+
 def check_recorded(calls, engine):
   """Every sampled token stands in a record bit for bit, under its prompt."""
   first = {}

@@ -29,18 +29,6 @@ TWO_CALLS = "\n".join(
 )
 
 
-@pytest.fixture(scope="module")
-def renderer():
-  return proxying.renderer()
-
-
-def serve(renderer, answers, *, split=0, tick_s=None, **options):
-  engine = proxying.ScriptedEngine(
-    renderer, answers, split=split, tick_s=tick_s
-  )
-  return proxying.Served(engine, renderer, **options)
-
-
 def client_of(served, key, **how):
   how = how or {"api_key": key}
   return anthropic.Anthropic(
@@ -63,7 +51,9 @@ def say(client, messages, stream, **options):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_messages_with_parallel_calls_are_recorded(renderer, stream, thinking):
-  with serve(renderer, [TWO_CALLS, "Both done.", "bye"], split=3) as served:
+  with proxying.serve(
+    renderer, [TWO_CALLS, "Both done.", "bye"], split=3
+  ) as served:
     key = served.open()
     how = {"auth_token": key} if thinking else {"api_key": key}
     client = client_of(served, key, **how)
@@ -132,7 +122,7 @@ def test_messages_with_parallel_calls_are_recorded(renderer, stream, thinking):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_sequences_and_limits(renderer, stream):
-  with serve(renderer, ["one END two", "a b c d e f"]) as served:
+  with proxying.serve(renderer, ["one END two", "a b c d e f"]) as served:
     client = client_of(served, served.open())
     messages = [{"role": "user", "content": "count"}]
     answer = say(client, messages, stream, stop_sequences=["END"])
@@ -144,7 +134,7 @@ def test_stop_sequences_and_limits(renderer, stream):
 
 
 def test_one_call_at_a_time_where_the_harness_says_so(renderer):
-  with serve(renderer, [TWO_CALLS]) as served:
+  with proxying.serve(renderer, [TWO_CALLS]) as served:
     client = client_of(served, served.open())
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     messages = [{"role": "user", "content": "List."}]
@@ -153,7 +143,7 @@ def test_one_call_at_a_time_where_the_harness_says_so(renderer):
 
 
 def test_events_have_the_order_that_the_api_has(renderer):
-  with serve(renderer, [TWO_CALLS], tick_s=0.0) as served:
+  with proxying.serve(renderer, [TWO_CALLS], tick_s=0.0) as served:
     body = {
       "model": "m",
       "max_tokens": 300,
@@ -187,7 +177,7 @@ def test_events_have_the_order_that_the_api_has(renderer):
 
 
 def test_prefill_and_foreign_tools_are_refused(renderer):
-  with serve(renderer, []) as served:
+  with proxying.serve(renderer, []) as served:
     client = client_of(served, served.open())
     user = {"role": "user", "content": "a"}
     with pytest.raises(anthropic.BadRequestError, match="prefill"):

@@ -60,21 +60,11 @@ def check_error(response, api, status, kind, message):
 
 
 @pytest.fixture(scope="module")
-def renderer():
-  return proxying.renderer()
-
-
-@pytest.fixture(scope="module")
 def idle(renderer):
   """A proxy whose engine is never asked."""
-  with serve(renderer, []) as served:
+  with proxying.serve(renderer, []) as served:
     yield served
     assert not served.engine.requests
-
-
-def serve(renderer, answers, *, tick_s=None, **options):
-  engine = proxying.ScriptedEngine(renderer, answers, tick_s=tick_s)
-  return proxying.Served(engine, renderer, **options)
 
 
 def wait_for(condition, timeout_s=10):
@@ -86,7 +76,7 @@ def wait_for(condition, timeout_s=10):
 
 @pytest.mark.parametrize("api", APIS)
 def test_no_key_no_service(renderer, api):
-  with serve(renderer, ["x"] * 3) as served:
+  with proxying.serve(renderer, ["x"] * 3) as served:
     key, other = served.open(), served.open()
     assert key != other and len(key) > 40
     assert post(served, api, key).status_code == 200
@@ -106,7 +96,7 @@ def test_no_key_no_service(renderer, api):
 
 
 def test_models_are_listed_in_each_shape(renderer):
-  with serve(renderer, []) as served:
+  with proxying.serve(renderer, []) as served:
     key = served.open()
     for api in ("chat", "anthropic"):
       headers = headers_of(api, key)
@@ -169,7 +159,7 @@ def test_what_would_be_ignored_wrongly_is_refused(idle, more):
 
 
 def test_harmless_parameters_are_ignored(renderer):
-  with serve(renderer, ["x"] * 3) as served:
+  with proxying.serve(renderer, ["x"] * 3) as served:
     key = served.open()
     more = {"n": 1, "user": "u", "metadata": {"a": "b"}, "store": False}
     more |= {"unheard_of": [1]}
@@ -180,7 +170,7 @@ def test_harmless_parameters_are_ignored(renderer):
 
 @pytest.mark.parametrize("api", APIS)
 def test_limits_of_body_and_context(renderer, api):
-  with serve(
+  with proxying.serve(
     renderer, ["x"] * 2, max_body_bytes=20_000, max_context=200
   ) as served:
     key = served.open()
@@ -206,7 +196,7 @@ def test_limits_of_body_and_context(renderer, api):
 
 
 def test_slow_bodies_end_and_broken_ones_leave_nothing(renderer):
-  with serve(renderer, [], body_timeout_s=0.3) as served:
+  with proxying.serve(renderer, [], body_timeout_s=0.3) as served:
     key = served.open()
     head = (
       "POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n"
@@ -227,7 +217,7 @@ def test_slow_bodies_end_and_broken_ones_leave_nothing(renderer):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_keeps_one_call(renderer, api, stream):
   """Cancelled at the engine, the partial kept; asked again, it goes on."""
-  with serve(renderer, [LONG], tick_s=0.02) as served:
+  with proxying.serve(renderer, [LONG], tick_s=0.02) as served:
     key, engine = served.open(), served.engine
     body = body_of(api, stream=stream)
     with (
@@ -265,7 +255,7 @@ def test_a_client_that_leaves_keeps_one_call(renderer, api, stream):
 
 
 def test_a_retry_of_a_call_under_way_joins_it(renderer):
-  with serve(renderer, [LONG], tick_s=0.01) as served:
+  with proxying.serve(renderer, [LONG], tick_s=0.01) as served:
     key, answers = served.open(), []
     threads = [
       threading.Thread(
@@ -292,7 +282,7 @@ def test_a_retry_of_a_call_under_way_joins_it(renderer):
 
 
 def test_the_same_question_asked_anew_is_another_sample(renderer):
-  with serve(renderer, ["one", "two"]) as served:
+  with proxying.serve(renderer, ["one", "two"]) as served:
     key = served.open()
     texts = [
       post(served, "chat", key).json()["choices"][0]["message"]["content"]
@@ -311,7 +301,7 @@ def test_the_same_question_asked_anew_is_another_sample(renderer):
 def test_an_engine_that_goes_down_fails_one_attempt(
   renderer, api, stream, fail_at
 ):
-  with serve(renderer, [LONG]) as served:
+  with proxying.serve(renderer, [LONG]) as served:
     key = served.open()
     served.engine.fail_at = fail_at
     response = post(served, api, key, body_of(api, stream=stream))
@@ -330,7 +320,7 @@ def test_an_engine_that_goes_down_fails_one_attempt(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_switch_of_the_cell_is_not_seen(renderer, stream):
-  with serve(renderer, [LONG]) as served:
+  with proxying.serve(renderer, [LONG]) as served:
     key = served.open()
     served.engine.give_up = [3, 0, 5]
     response = post(served, "chat", key, body_of("chat", stream=stream))
@@ -352,7 +342,7 @@ def test_a_switch_of_the_cell_is_not_seen(renderer, stream):
 
 
 def test_closing_a_key_cancels_what_is_under_way(renderer):
-  with serve(renderer, [LONG], tick_s=0.02) as served:
+  with proxying.serve(renderer, [LONG], tick_s=0.02) as served:
     key, answers = served.open(), []
     thread = threading.Thread(
       target=lambda: answers.append(post(served, "chat", key))
@@ -368,7 +358,7 @@ def test_closing_a_key_cancels_what_is_under_way(renderer):
 
 
 def test_too_many_calls_at_once_are_refused(renderer):
-  with serve(renderer, [LONG] * 3, tick_s=0.01, max_live=2) as served:
+  with proxying.serve(renderer, [LONG] * 3, tick_s=0.01, max_live=2) as served:
     key, answers = served.open(), []
     threads = [
       threading.Thread(target=lambda: answers.append(post(served, "chat", key)))
@@ -442,7 +432,7 @@ def test_a_client_that_takes_nothing_is_left(renderer, how):
 
 
 def test_a_silent_stream_is_kept_alive(renderer):
-  with serve(renderer, ["x"], tick_s=0.3, keep_alive_s=0.1) as served:
+  with proxying.serve(renderer, ["x"], tick_s=0.3, keep_alive_s=0.1) as served:
     for api in APIS:
       served.engine.answers = ["x"]
       response = post(served, api, served.open(), body_of(api, stream=True))

@@ -45,11 +45,6 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def renderer():
-  return proxying.renderer()
-
-
-@pytest.fixture(scope="module")
 def engine(renderer):
   cfg = ModelConfig(
     "qwen3",

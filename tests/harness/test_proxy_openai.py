@@ -32,18 +32,6 @@ TWO_CALLS = "\n".join(
 )
 
 
-@pytest.fixture(scope="module")
-def renderer():
-  return proxying.renderer()
-
-
-def serve(renderer, answers, *, split=0, tick_s=None, **options):
-  engine = proxying.ScriptedEngine(
-    renderer, answers, split=split, tick_s=tick_s
-  )
-  return proxying.Served(engine, renderer, **options)
-
-
 def client_of(served, key):
   return openai.OpenAI(
     base_url=served.url + "/v1", api_key=key, max_retries=0, timeout=20
@@ -93,7 +81,7 @@ def test_a_chat_with_parallel_calls_is_recorded_as_it_was(
   renderer, stream, split
 ):
   answers = [TWO_CALLS, "Both done.", "Once <more", "bye"]
-  with serve(renderer, answers, split=split) as served:
+  with proxying.serve(renderer, answers, split=split) as served:
     key = served.open()
     client = client_of(served, key)
     messages = [
@@ -135,7 +123,7 @@ def test_a_chat_with_parallel_calls_is_recorded_as_it_was(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_trainer_decides_how_to_sample(renderer, stream):
-  with serve(renderer, ["x"], max_new_tokens=50) as served:
+  with proxying.serve(renderer, ["x"], max_new_tokens=50) as served:
     key = served.open(temperature=0.5)
     asked = {"temperature": 0.1, "top_p": 0.3, "seed": 5, "max_tokens": 40}
     asked |= {"presence_penalty": 0.5}
@@ -153,7 +141,7 @@ def test_the_trainer_decides_how_to_sample(renderer, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_sequences_end_the_text_and_the_call(renderer, stream):
   answers = ["one, two; STOP three", "never ends here", "z"]
-  with serve(renderer, answers, tick_s=0.001) as served:
+  with proxying.serve(renderer, answers, tick_s=0.001) as served:
     key = served.open()
     client = client_of(served, key)
     messages = [{"role": "user", "content": "count"}]
@@ -188,7 +176,7 @@ def responses(client, stream, **request):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_responses_with_parallel_calls(renderer, stream, stateful):
-  with serve(renderer, [TWO_CALLS, "Both done."], split=2) as served:
+  with proxying.serve(renderer, [TWO_CALLS, "Both done."], split=2) as served:
     key = served.open()
     client = client_of(served, key)
     items = [{"role": "user", "content": "List."}]
@@ -224,7 +212,7 @@ def test_responses_with_parallel_calls(renderer, stream, stateful):
 @pytest.mark.parametrize("stream", [False, True])
 def test_custom_tools_take_text(renderer, stream):
   said = proxying.hermes("patch", '{"input": "*** a\\n+b"}')
-  with serve(renderer, [said, "ok"]) as served:
+  with proxying.serve(renderer, [said, "ok"]) as served:
     key = served.open()
     client = client_of(served, key)
     tools = [{"type": "custom", "name": "patch", "description": "Patches."}]
@@ -250,7 +238,7 @@ def test_custom_tools_take_text(renderer, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_of_a_namespace_keep_their_names(renderer, stream):
   said = proxying.hermes("git__log", '{"n": 3}')
-  with serve(renderer, [said, "ok"]) as served:
+  with proxying.serve(renderer, [said, "ok"]) as served:
     key = served.open()
     client = client_of(served, key)
     inner = {"type": "function", "name": "log", "parameters": {}}
@@ -272,7 +260,7 @@ def test_tools_of_a_namespace_keep_their_names(renderer, stream):
 
 
 def test_an_answer_cut_by_a_limit_is_incomplete(renderer):
-  with serve(renderer, ["words and words"] * 2) as served:
+  with proxying.serve(renderer, ["words and words"] * 2) as served:
     client = client_of(served, served.open())
     answer = client.responses.create(model="m", input="hi", max_output_tokens=2)
     assert answer.status == "incomplete"

@@ -13,11 +13,6 @@ from gyre.harness import reading, tool_parsers, wire
 TOOLS = (wire.Tool("shell"),)
 
 
-@pytest.fixture(scope="module")
-def renderer():
-  return proxying.renderer()
-
-
 def read(renderer, ids, **options):
   """Feeds ids; returns (reader, what was visible after each)."""
   reader = reading.Reader(
