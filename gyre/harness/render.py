@@ -374,7 +374,7 @@ class Renderer:
     """The ids of `text`, with as much of a call as the ladder keeps."""
     start, following = self._after_agreement(prompt, text, prompt_text)
     tail = prompt[start:].tolist()
-    repair = ladder.climb(tail, sampled, following, self)
+    repair = ladder.climb(tail, sampled, following, self, of_text=True)
     rest = np.asarray(repair.ids(tail, sampled), np.int32)
     return NextPrompt(
       ids=np.concatenate([prompt[:start], rest]),

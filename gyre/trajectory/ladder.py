@@ -171,6 +171,8 @@ def climb(
   sampled: Sequence[int],
   following: Sequence[int],
   codec: Codec,
+  *,
+  of_text: bool = False,
 ) -> Repair:
   """Decides how p' goes on from p and a.
 
@@ -181,17 +183,25 @@ def climb(
     sampled: a.
     following: p'.
     codec: of the ids.
+    of_text: p' is the encoding of a text with a in it as decoded. Where a ends
+      inside a character that text has the decoder's word for it, whose bytes
+      may begin as a ends: they are that word again, not what follows a.
 
   Returns:
     The repair; `Repair.ids` gives the next prompt.
   """
   whole, following = [*prompt, *sampled], list(following)
-  if following[: len(whole)] == whole:
-    return Repair("strict", following[len(whole) :])
+  strict = Repair("strict", following[len(whole) :])
+  stands = following[: len(whole)] == whole
+  if stands and not (of_text and codec.decode(whole[-4:]).endswith(_BROKEN)):
+    return strict
   text, goal = codec.decode(whole), codec.decode(following)
   if goal.startswith(text):
     rest = _rest(following, goal, len(text), codec)
-    return Repair("retokenized", rest)
+    if not stands or rest != strict.suffix:
+      return Repair("retokenized", rest)
+  if stands:
+    return strict
   found = _least_drop(prompt, sampled, text, following, goal, codec)
   if found is None:
     return Repair("split", following)

@@ -168,6 +168,40 @@ def test_extending_a_conversation_extends_its_ids_or_branches(name, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("end", ["\uff5c", "\uf8ff", "\u4e00", "\U0001f642"])
+@pytest.mark.parametrize("bytes_left_out", [1, 2])
+def test_a_turn_cut_inside_a_character(name, end, bytes_left_out):
+  """Known text changes nothing; the decoder's word is not taken for more.
+
+  Its bytes (EF BF BD) begin as those of some characters that may be cut.
+  """
+  renderer = renderer_of(name)
+  messages = [{"role": "user", "content": "go"}]
+  prompt, text = renderer.render(messages), renderer.text(messages)
+  # A first turn in other tokens than the text's, so that nothing is strict.
+  for said, cut in (("on it", 0), ("yes" + end, bytes_left_out)):
+    sampled = [i for c in said for i in renderer.encode(c)]
+    if cut:
+      sampled = sampled[:-cut]
+    content = renderer.completion_text(sampled)
+    before = [*messages, {"role": "assistant", "content": content}]
+    messages = [*before, {"role": "user", "content": "go on"}]
+    known, found = (
+      renderer.next_prompt(prompt, sampled, messages, prompt_text=t)
+      for t in (text, None)
+    )
+    np.testing.assert_array_equal(found.ids, known.ids)
+    assert renderer.decode(known.ids) == known.text
+    if known.extends:
+      n = len(prompt) + len(sampled)
+      assert known.ids[:n].tolist() == [*prompt, *sampled]
+      # The next token does not finish the character.
+      after = renderer.decode(known.ids[n:])
+      assert not after.startswith("\N{REPLACEMENT CHARACTER}")
+    prompt, text = known.ids.tolist(), known.text
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_sampled_as_it_is_encoded_is_strict(name):
   """Prompts that go on are then those of a new rendering, turn by turn."""
   renderer, family = renderer_of(name), families.FAMILIES[name]
