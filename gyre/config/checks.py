@@ -1,0 +1,191 @@
+"""What the options of a configuration must be, each and together."""
+
+from __future__ import annotations
+
+from gyre.config.sections import Config, ConfigError
+
+
+def _require(ok: bool, message: str) -> None:
+  if not ok:
+    raise ConfigError(message)
+
+
+_POSITIVE = (
+  "rollout.group_size",
+  "rollout.groups_per_step",
+  "rollout.max_slots",
+  "rollout.page_size",
+  "rollout.num_pages",
+  "rollout.prefill_chunk",
+  "learner.micro_rows",
+  "learner.row_tokens",
+  "learner.updates_per_batch",
+  "mesh.data",
+  "mesh.fsdp",
+  "mesh.tensor",
+  "agent.max_turns",
+  "agent.max_new_tokens",
+  "agent.max_context",
+  "checkpoint.keep",
+  "sandbox.concurrency",
+  "tasks.num_train",
+)
+
+
+# Sandboxes that can show a harness and the socket of its API.
+_HARNESS_BACKENDS = ("bubblewrap", "process")
+
+
+def _check_harness(config: Config) -> None:
+  h, warm, named = config.harness, config.warm_start, config.harness.is_external
+  who = f"harness.name {h.name!r}"
+  _require(
+    (h.name == "command") == bool(h.command.strip()),
+    f"{who} with harness.command {h.command!r}: a command is what the name "
+    "'command' runs, and needs",
+  )
+  _require(
+    not named or h.name == "command" or bool(h.path),
+    f"{who} needs harness.path, where it is installed",
+  )
+  _require(
+    h.name != "command" or not h.args,
+    f"harness.args {h.args} belong into harness.command",
+  )
+  wrong = [k for k in h.env if not k.isidentifier()]
+  wrong += [k for k, v in h.env.items() if not isinstance(v, str)]
+  _require(not wrong, f"harness.env must map names to text: {wrong}")
+  _require(
+    not (named and config.run.deterministic),
+    f"run.deterministic needs the built-in loop: the clock of {who} is its own",
+  )
+  others = sorted(set(config.sandbox.backends) - set(_HARNESS_BACKENDS))
+  _require(
+    not (named and others),
+    f"{who} runs in sandbox.backends {_HARNESS_BACKENDS}, not in {others}",
+  )
+  _require(
+    not (named and config.agent.examples),
+    f"agent.examples {config.agent.examples} are the built-in loop's; {who} "
+    "writes its own prompts",
+  )
+  _require(
+    named if warm.policy else not (named and warm.steps),
+    f"warm_start.policy {warm.policy!r} with {who}: it says what a policy that "
+    "knows the solution answers an external harness in the warm_start.steps",
+  )
+
+
+def _check_trajectory(config: Config) -> None:
+  t, learner = config.trajectory, config.learner
+  for name in ("max_samples", "token_budget"):
+    value = getattr(t, name)
+    _require(value >= 0, f"trajectory.{name} must not be negative, got {value}")
+  _require(
+    bool(t.roles) and len(set(t.roles)) == len(t.roles),
+    f"trajectory.roles must name each role once, got {t.roles}",
+  )
+  if not t.unbiased:
+    return
+  _require(
+    t.max_samples == 0 or t.max_samples >= len(t.roles),
+    f"trajectory.unbiased draws a path of each role: trajectory.max_samples "
+    f"{t.max_samples} must be 0 or at least {len(t.roles)}",
+  )
+  _require(
+    t.token_budget == 0,
+    "trajectory.unbiased draws a fixed number of paths: "
+    f"trajectory.token_budget must be 0, got {t.token_budget}",
+  )
+  _require(
+    learner.aggregation == "execution_mean",
+    "trajectory.unbiased estimates the mean over an execution's tokens: "
+    "learner.aggregation must be 'execution_mean', got "
+    f"{learner.aggregation!r}",
+  )
+  sequence = [
+    x
+    for x in (learner.loss, learner.correction)
+    if x in ("gspo", "gmpo", "sequence_mask")
+  ]
+  _require(
+    not sequence,
+    "trajectory.unbiased estimates sums over tokens: learner.loss or "
+    f"learner.correction {sequence} is no such sum",
+  )
+
+
+def _check_run(config: Config) -> None:
+  r, m, seed = config.rollout, config.model, config.run.seed
+  _require(seed >= 0, f"run.seed must not be negative, got {seed}")
+  _require(
+    r.temperature > 0,
+    f"rollout.temperature must be positive, got {r.temperature}",
+  )
+  _require(
+    r.top_p == 1.0 and r.top_k == 0,
+    "training rollouts sample the full distribution: rollout.top_p must be "
+    f"1 and rollout.top_k 0, got {r.top_p} and {r.top_k}",
+  )
+  _require(
+    m.source == "init" or bool(m.path),
+    f"model.source {m.source!r} needs model.path",
+  )
+  _require(
+    m.source != "init" or bool(m.hf_config),
+    "model.source 'init' needs model.hf_config",
+  )
+  _require(bool(config.sandbox.backends), "sandbox.backends is empty")
+
+
+def _check_agent(config: Config) -> None:
+  r, a = config.rollout, config.agent
+  _require(
+    a.max_context <= r.page_size * r.num_pages,
+    f"agent.max_context {a.max_context} does not fit the engine's cache of "
+    f"{r.num_pages} pages x {r.page_size} tokens",
+  )
+  _require(
+    a.max_new_tokens < a.max_context,
+    f"agent.max_new_tokens {a.max_new_tokens} must be below "
+    f"agent.max_context {a.max_context}",
+  )
+  _require(
+    a.examples_of == "easy" or config.tasks.taskset == "shell",
+    f"agent.examples_of 'kind' needs tasks.taskset 'shell', which has kinds; "
+    f"it is {config.tasks.taskset!r}",
+  )
+  _require(
+    not (config.warm_start.any_site and a.examples_of == "kind" and a.examples),
+    "warm_start.any_site contradicts agent.examples_of 'kind': the worked "
+    f"examples follow tasks.site {config.tasks.site}",
+  )
+
+
+def _check_learner(config: Config) -> None:
+  learner, context = config.learner, config.agent.max_context
+  _require(
+    learner.row_tokens >= context,
+    f"learner.row_tokens {learner.row_tokens} must hold the longest "
+    f"conversation: agent.max_context {context}",
+  )
+  _require(
+    learner.aggregation != "seq_mean_token_sum_norm"
+    or learner.sum_norm_len > 0,
+    "learner.aggregation 'seq_mean_token_sum_norm' needs "
+    "learner.sum_norm_len > 0",
+  )
+
+
+def check(config: Config) -> Config:
+  """Returns `config`, or raises ConfigError for values that contradict."""
+  for path in _POSITIVE:
+    section, name = path.split(".")
+    value = getattr(getattr(config, section), name)
+    _require(value > 0, f"{path} must be positive, got {value}")
+  _check_run(config)
+  _check_agent(config)
+  _check_trajectory(config)
+  _check_harness(config)
+  _check_learner(config)
+  return config
