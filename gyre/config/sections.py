@@ -120,7 +120,8 @@ class Agent:
 class Harness:
   """Who holds the conversation: the built-in loop (section agent), or a
   program inside the sandbox that reaches nothing but gyre's model API. Of the
-  agent section it keeps max_context and the two timeouts.
+  agent section it keeps max_context, max_new_tokens (a call's, and less where
+  the program asks for less) and the two timeouts.
 
   name: "command" runs `command`; the others are programs installed at `path`:
   a Python environment (mini-swe-agent) or a directory with node_modules.

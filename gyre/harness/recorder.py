@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,8 @@ from gyre.harness import (
 )
 from gyre.rollout import calls as calls_lib
 from gyre.rollout import engine as engine_lib
+
+_LOG = logging.getLogger(__name__)
 
 
 class Live:
@@ -342,11 +345,25 @@ class Execution:
       live.error = wire.ApiError("invalid", str(e))
     except engine_lib.EngineError as e:
       live.error = wire.ApiError("unavailable", str(e))
+    except Exception as e:
+      # No failure that engines tell of: a fault of ours. The client learns
+      # that there was one, the log which, and the run ends by its engine.
+      kind = type(e).__name__
+      live.error = wire.ApiError("internal", f"the model failed: {kind}")
+      _LOG.error(
+        "call %s of %s failed: %s: %s",
+        live.call_id,
+        self._names["execution_id"],
+        kind,
+        " ".join(str(e).split()),
+      )
     finally:
-      live.running = False
-      if live.error is not None or not live.finish:
-        self._settle(live, "abort")
-      live.notify()
+      try:
+        if live.error is not None or not live.finish:
+          self._settle(live, "abort")
+      finally:
+        live.running = False
+        live.notify()
 
   def _settle(self, live: Live, reason: str) -> None:
     """Reads the completion and enters it among the conversations."""

@@ -26,7 +26,7 @@ class _Watched:
 
   def __init__(self, engine: Engine):
     self._engine = engine
-    self.failure: engine_lib.EngineError | None = None
+    self.failure: Exception | None = None
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._engine, name)
@@ -40,7 +40,7 @@ class _Watched:
       return await self._engine.generate(request, on_token)
     except engine_lib.Rejected:
       raise  # the request is at fault
-    except engine_lib.EngineError as e:
+    except Exception as e:
       self.failure = e
       raise
 
@@ -58,7 +58,7 @@ class Api:
 
     Raises:
       EngineError: the calls of a harness could not be answered, through no
-        fault of its own.
+        fault of its own. Or whatever else it was that the engine raised.
     """
     if self.engine.failure is not None:
       raise self.engine.failure
@@ -88,6 +88,7 @@ class Apis:
       self._renderer,
       rollout=self._config.rollout,
       max_context=self._config.agent.max_context,
+      max_new_tokens=self._config.agent.max_new_tokens,
     )
     async with serve.served(proxy.app) as socket:
       yield Api(proxy, socket, watched)

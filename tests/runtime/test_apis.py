@@ -78,12 +78,44 @@ def test_the_reference_answers_the_harness(renderer):
   assert execution.group_id == "g" and execution.execution_id == "g/0"
 
 
-def test_an_engine_that_is_down_ends_the_run(renderer):
+@pytest.mark.parametrize("asked, used", [(None, 32), (20, 20), (500, 32)])
+def test_a_completion_is_as_long_as_configured_at_most(renderer, asked, used):
+  """agent.max_new_tokens, or less where the harness asks for less."""
+  assert made().agent.max_new_tokens == 32
+  engine = scripted.ScriptedPolicy(["echo " + "a b " * 300], renderer, "line")
+  every = apis.Apis(made(), renderer)
+
+  async def main():
+    api = await every.of(engine)
+    key = api.proxy.open(execution_id="g/0", group_id="g", seed=0)
+    async with httpx.AsyncClient(
+      transport=httpx.AsyncHTTPTransport(uds=str(api.socket))
+    ) as http:
+      body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
+      body |= {} if asked is None else {"max_tokens": asked}
+      url = "http://gyre/v1/chat/completions"
+      head = {"Authorization": f"Bearer {key}"}
+      said = (await http.post(url, json=body, headers=head)).json()
+    calls = await api.proxy.close(key)
+    await every.close()
+    return said, calls
+
+  said, (call,) = asyncio.run(main())
+  assert said["choices"][0]["finish_reason"] == call.finish_reason == "length"
+  assert said["usage"]["completion_tokens"] == used == len(call.completion_ids)
+  assert call.sampling_asked.get("max_tokens") == asked
+  assert call.sampling_used["max_new_tokens"] == used
+  (request,) = engine.requests
+  assert request.max_new_tokens == used
+
+
+@pytest.mark.parametrize("kind", [engine_lib.EngineDown, KeyError])
+def test_an_engine_that_is_down_ends_the_run(renderer, kind):
   """A harness only sees a status; its workspace is no outcome then."""
 
   class Down(scripted.ScriptedPolicy):
     async def generate(self, request, on_token=None):
-      raise engine_lib.EngineDown("closed")
+      raise kind("closed")
 
   runner = Runner(made(), renderer)
 
@@ -93,7 +125,7 @@ def test_an_engine_that_is_down_ends_the_run(renderer):
     finally:
       await runner.close()
 
-  with pytest.raises(engine_lib.EngineDown, match="closed"):
+  with pytest.raises(kind, match="closed"):
     asyncio.run(main())
 
 
