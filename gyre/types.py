@@ -165,27 +165,30 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-  """A root-to-leaf path chosen for training, with its loss mask.
+  """A root-to-leaf path chosen for training, with what is trained on it.
+
+  The path is held in runs, which samples of one tree share as views, and the
+  loss by its n entries alone, so that samples cost what they train and not the
+  length of their paths.
 
   Attributes:
     execution_id: the execution whose advantage it inherits.
     group_id: the group.
-    ids: int32 [L].
-    mask: bool [L], True exactly where the policy sampled the token and it is
-      to be trained; position 0 is never trainable.
-    logprobs: float32 [L], behaviour log-probability where mask, else 0.
-    versions: int32 [L], weights version where mask, else -1.
+    runs: int32 [_] each; end to end they are the ids of the path [L].
+    trained: int64 [n], growing: where on the path are the tokens that the
+      policy sampled and that are to be trained; never 0.
+    logprobs: float32 [n], behaviour log-probability of each.
+    versions: int32 [n], weights version that sampled each.
     role: role of the leaf.
-    weights: float64 [L], of each token in the loss, 0 where not mask; None: 1
-      where mask.
+    weights: float64 [n], of each in the loss; None: 1.
     execution_weight: |T_e| of the execution, where it is not the sum of the
       weights of its samples; the same in all of them.
   """
 
   execution_id: str
   group_id: str
-  ids: np.ndarray
-  mask: np.ndarray
+  runs: tuple[np.ndarray, ...]
+  trained: np.ndarray
   logprobs: np.ndarray
   versions: np.ndarray
   role: str = "main"
@@ -193,13 +196,50 @@ class Sample:
   execution_weight: float | None = None
 
   def __post_init__(self):
-    names = ("ids", "mask", "logprobs", "versions", "weights")
+    put = object.__setattr__
+    put(self, "runs", tuple(_ids(run) for run in self.runs))
+    put(self, "trained", np.asarray(self.trained, np.int64))
+    put(self, "logprobs", np.asarray(self.logprobs, np.float32))
+    put(self, "versions", _ids(self.versions))
+    if self.weights is not None:
+      put(self, "weights", np.asarray(self.weights, np.float64))
+    names = ("trained", "logprobs", "versions", "weights")
     arrays = {f: getattr(self, f) for f in names}
-    lengths = {f: len(x) for f, x in arrays.items() if x is not None}
-    if len(set(lengths.values())) != 1:
-      raise ValueError(f"sample arrays differ in length: {lengths}")
-    if len(self.mask) and self.mask[0]:
-      raise ValueError("the first token of a sample has no predictor")
+    shapes = {f: x.shape for f, x in arrays.items() if x is not None}
+    if set(shapes.values()) != {(len(self.versions),)}:
+      raise ValueError(f"sample arrays differ in length: {shapes}")
+    if not len(self.trained):
+      return
+    if self.trained[0] < 1:
+      raise ValueError(
+        f"position {self.trained[0]} of a sample has no predictor: the first "
+        "that can be trained is 1"
+      )
+    if self.trained[-1] >= self.length:
+      raise ValueError(
+        f"position {self.trained[-1]} is not in a sample of {self.length} ids"
+      )
+    if (np.diff(self.trained) <= 0).any():
+      raise ValueError("the trained positions of a sample must grow")
+
+  @property
+  def length(self) -> int:
+    """Ids of the path, L."""
+    return sum(len(run) for run in self.runs)
+
+  @property
+  def ids(self) -> np.ndarray:
+    """The ids of the path, int32 [L]: a copy where there are several runs."""
+    if len(self.runs) == 1:
+      return self.runs[0]
+    return np.concatenate([np.zeros(0, np.int32), *self.runs])
+
+  @property
+  def mask(self) -> np.ndarray:
+    """Which tokens of the path are trained, bool [L]; made anew."""
+    out = np.zeros(self.length, bool)
+    out[self.trained] = True
+    return out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -35,19 +35,28 @@ def test_call_refuses_misaligned_arrays(field, value):
     _call(**{field: value})
 
 
-def test_sample_refuses_misaligned_arrays_and_a_trained_first_token():
+def test_sample_refuses_arrays_that_do_not_belong_together():
   arrays = dict(
     execution_id="g/0",
     group_id="g",
-    ids=np.arange(3, dtype=np.int32),
-    logprobs=np.zeros(3, np.float32),
-    versions=np.zeros(3, np.int32),
+    runs=(np.arange(2), np.arange(0), np.arange(2, 5)),
+    logprobs=[-1, -2],
+    versions=[0, 0],
   )
-  types.Sample(mask=np.array([False, True, True]), **arrays)
+  sample = types.Sample(trained=[1, 4], **arrays)
+  np.testing.assert_array_equal(sample.ids, np.arange(5))
+  np.testing.assert_array_equal(sample.mask, [0, 1, 0, 0, 1])
+  for trained, said in [
+    ([1], "differ in length"),
+    ([0, 4], "position 0 .* no predictor"),
+    ([1, 5], "position 5 is not in a sample of 5 ids"),
+    ([2, 2], "must grow"),
+    ([3, 1], "must grow"),
+  ]:
+    with pytest.raises(ValueError, match=said):
+      types.Sample(trained=trained, **arrays)
   with pytest.raises(ValueError, match="differ in length"):
-    types.Sample(mask=np.array([False, True]), **arrays)
-  with pytest.raises(ValueError, match="no predictor"):
-    types.Sample(mask=np.array([True, True, True]), **arrays)
+    types.Sample(trained=[1, 4], weights=[1.0], **arrays)
 
 
 def test_num_sampled_counts_completions_of_all_calls():

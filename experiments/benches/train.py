@@ -21,15 +21,14 @@ def make_samples(batch: int, seq: int, prompt: int, vocab: int) -> list:
   for i in range(batch):
     head = shared if prompt else ours.token_ids(rng, 1, vocab)
     ids = np.array(head + ours.token_ids(rng, seq, vocab), np.int32)
-    mask = np.arange(len(ids)) >= len(head)
     out.append(
       Sample(
         execution_id=f"{0 if prompt else i}/{i}",
         group_id=str(0 if prompt else i),
-        ids=ids,
-        mask=mask,
-        logprobs=np.where(mask, -10.0, 0.0),
-        versions=np.where(mask, 0, -1),
+        runs=(ids,),
+        trained=np.arange(len(head), len(ids)),
+        logprobs=np.full(seq, -10.0),
+        versions=np.zeros(seq, np.int32),
       )
     )
   return out

@@ -160,7 +160,7 @@ def _long(calls: int, tokens: int, mode: str) -> dict[str, Any]:
   after_select = time.perf_counter()
   packed = packing.pack(selection.samples, None, row_tokens=tokens)
   end = time.perf_counter()
-  sampled = sum(int(s.mask.sum()) for s in selection.samples)
+  sampled = sum(len(s.trained) for s in selection.samples)
   if packed.num_entries != sampled or selection.stats["dropped/main"]:
     raise SystemExit(f"{packed.num_entries} entries of {sampled} tokens")
   return {
@@ -221,7 +221,7 @@ def _bounds(
     packed[name] = samples
     results[f"trained_{name}"] = stats
   # Rows of an eighth of all, so that a step's time follows what is in it.
-  longest = max(len(s.ids) for s in packed["all"])
+  longest = max(s.length for s in packed["all"])
   whole = packing.pack(packed["all"], None, row_tokens=longest).tokens_trained
   row_tokens = packing.bucket(max(longest, whole // 8))
   model = dict(_MODEL)

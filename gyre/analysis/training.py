@@ -74,7 +74,7 @@ def of_samples(
   advantage, n = None, 0
   for sample, own in samples:
     path = locate(tree, sample.ids)
-    mask[path[np.asarray(sample.mask, bool)]] = True
+    mask[path[sample.trained]] = True
     advantage, n = own, n + 1
   return Trained(step, advantage, n, mask)
 

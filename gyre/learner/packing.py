@@ -10,13 +10,13 @@ are kept: a sample's last trained token is a target and nothing else.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from gyre.trajectory.prefixes import common
+from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Batch, Sample
 
 jax.tree_util.register_dataclass(
@@ -59,92 +59,113 @@ def bucket(n: int, quantum: int = 64) -> int:
   return size
 
 
-class _Node:
-  """A run of tokens with children; `start` and `end` once laid out."""
+@dataclasses.dataclass(frozen=True)
+class _Item:
+  """A sample's number, the runs of ids that it feeds, its entries."""
 
-  __slots__ = ("children", "depth", "end", "ids", "start")
-
-  def __init__(self, ids: np.ndarray, depth: int):
-    self.ids, self.depth = ids, depth
-    self.children: dict[int, _Node] = {}
-    self.start = self.end = 0
-
-
-def _compare(a: np.ndarray, b: np.ndarray) -> int:
-  """Lexicographic: negative where `a` comes first, as a prefix of `b` does."""
-  n = common(a, b)
-  if n == min(len(a), len(b)):
-    return len(a) - len(b)
-  return int(a[n]) - int(b[n])
+  number: int
+  runs: tuple[np.ndarray, ...]
+  entries: int
 
 
 class _Tree:
-  """Radix tree of one group's samples, or of a part of them."""
+  """One group's samples, or a part of them, in a radix tree of views."""
 
   def __init__(self):
-    self.root = _Node(np.zeros(0, np.int32), 0)
-    self.samples: list[int] = []
-    self.num_tokens = 0
+    self.paths = Prefixes(views=True)
     self.num_entries = 0
 
-  def _descend(self, ids: np.ndarray) -> tuple[_Node, int, int]:
-    """(node reached, tokens of it that agree, tokens of ids consumed)."""
-    node, inside, done = self.root, 0, 0
-    while inside == len(node.ids) and done < len(ids):
-      child = node.children.get(int(ids[done]))
-      if child is None:
-        break
-      node, inside = child, common(child.ids, ids[done:])
-      done += inside
-    return node, inside, done
+  @property
+  def num_tokens(self) -> int:
+    return self.paths.num_tokens
 
-  def cost(self, ids: np.ndarray) -> int:
-    """Tokens that inserting `ids` would add."""
-    return len(ids) - self._descend(ids)[2]
+  def insert(self, item: _Item) -> None:
+    self.paths.add(item.number, *item.runs)
+    self.num_entries += item.entries
 
-  def insert(self, number: int, ids: np.ndarray, entries: int) -> None:
-    node, inside, done = self._descend(ids)
-    if done < len(ids):
-      if inside < len(node.ids):
-        tail = _Node(node.ids[inside:], node.depth + inside)
-        tail.children = node.children
-        node.ids, node.children = node.ids[:inside], {int(tail.ids[0]): tail}
-      node.children[int(ids[done])] = _Node(ids[done:], done)
-    self.samples.append(number)
-    self.num_tokens += len(ids) - done
-    self.num_entries += entries
+  def fits_with(self, item: _Item, limits) -> bool:
+    shared = self.paths.match(*item.runs)[1]
+    length = sum(map(len, item.runs))
+    return (
+      self.num_tokens + length - shared <= limits[0]
+      and self.num_entries + item.entries <= limits[1]
+    )
 
-  def lay_out(self, at: int, tokens, positions, subtree_end) -> None:
-    """Writes the tree depth-first from index `at` of a row's arrays."""
-    stack = [(self.root, False)]
-    while stack:
-      node, closing = stack.pop()
-      if closing:
-        node.end = at
-        subtree_end[node.start : node.start + len(node.ids)] = at
-        continue
-      node.start = at
-      span = slice(at, at + len(node.ids))
-      tokens[span] = node.ids
-      positions[span] = node.depth + np.arange(len(node.ids))
-      at = span.stop
-      stack.append((node, True))
-      stack.extend((c, False) for c in reversed(node.children.values()))
+  def lay_out(
+    self, at: int, tokens, positions, subtree_end
+  ) -> dict[int, _Path]:
+    """Writes the tree depth-first from index `at` of a row's arrays.
 
-  def indices(self, ids: np.ndarray) -> np.ndarray:
-    """Index in the row of each token of `ids`, which the tree holds."""
-    out, node, done = [], self.root, 0
-    while done < len(ids):
-      node = node.children[int(ids[done])]
-      n = min(len(node.ids), len(ids) - done)
-      out.append(node.start + np.arange(n))
-      done += n
-    return np.concatenate(out) if out else np.zeros(0, int)
+    Returns:
+      Sample number -> where its path lies.
+    """
+    runs, parents = self.paths.depth_first(by_id=False)
+    lengths = np.array([len(run.ids) for run in runs])
+    ends = at + np.cumsum(lengths)
+    starts, depths = ends - lengths, np.array([run.depth for run in runs])
+    for v in range(len(runs) - 1, 0, -1):
+      if parents[v] >= 0:
+        ends[parents[v]] = max(ends[parents[v]], ends[v])
+    span = slice(at, at + self.num_tokens)
+    tokens[span] = np.concatenate([run.ids for run in runs])
+    row = np.arange(span.start, span.stop)
+    positions[span] = row - np.repeat(starts - depths, lengths)
+    subtree_end[span] = np.repeat(ends, lengths)
+    return {
+      number: _Path(depths[path], starts[path])
+      for v, run in enumerate(runs)
+      if run.ends
+      for path in [_above(parents, v)]
+      for number in run.ends
+    }
 
 
-def _grow(
-  trees: list[_Tree], items: list[tuple[int, np.ndarray, int]], limits
-) -> None:
+def _above(parents: list[int], v: int) -> list[int]:
+  """Run v and those above it, from the root down."""
+  out = []
+  while v >= 0:
+    out.append(v)
+    v = parents[v]
+  return out[::-1]
+
+
+class _Path(NamedTuple):
+  """The runs of a path: their depths and where in the row they start."""
+
+  depths: np.ndarray
+  starts: np.ndarray
+
+  def indices(self, depth: np.ndarray) -> np.ndarray:
+    """Index in the row of the tokens at some depths of the path."""
+    run = np.searchsorted(self.depths, depth, side="right") - 1
+    return self.starts[run] + depth - self.depths[run]
+
+
+def _fed(sample: Sample) -> tuple[np.ndarray, ...]:
+  """The runs that come before the last trained token."""
+  left, out = int(sample.trained[-1]), []
+  for run in sample.runs:
+    out.append(run[:left])
+    left -= len(out[-1])
+    if not left:
+      break
+  return tuple(out)
+
+
+def _at(runs: tuple[np.ndarray, ...], where: np.ndarray) -> np.ndarray:
+  """The ids at some depths, growing, of a path given in runs."""
+  ends = np.cumsum([len(run) for run in runs])
+  parts = np.split(where, np.searchsorted(where, ends))
+  starts = (0, *ends.tolist())
+  picked = [
+    run[part - start]
+    for run, part, start in zip(runs, parts, starts, strict=False)
+    if len(part)
+  ]
+  return np.concatenate(picked)
+
+
+def _grow(trees: list[_Tree], items: list[_Item], limits) -> None:
   """Adds a group as one tree, or as several where it exceeds a row.
 
   A tree that is too large is cut at nodes: each part is a run of its paths in
@@ -153,22 +174,17 @@ def _grow(
   """
   whole = _Tree()
   for item in items:
-    whole.insert(*item)
+    whole.insert(item)
   if whole.num_tokens <= limits[0] and whole.num_entries <= limits[1]:
     trees.append(whole)
     return
-  depth_first = functools.cmp_to_key(_compare)
-  items = sorted(items, key=lambda item: depth_first(item[1]))
+  of = {item.number: item for item in items}
   tree = None
-  for number, ids, entries in items:
-    full = tree is not None and (
-      tree.num_tokens + tree.cost(ids) > limits[0]
-      or tree.num_entries + entries > limits[1]
-    )
-    if tree is None or full:
+  for number in (n for run in whole.paths.depth_first()[0] for n in run.ends):
+    if tree is None or not tree.fits_with(of[number], limits):
       tree = _Tree()
       trees.append(tree)
-    tree.insert(number, ids, entries)
+    tree.insert(of[number])
 
 
 def _fill_rows(trees: list[_Tree], limits) -> list[list[_Tree]]:
@@ -197,13 +213,12 @@ def _fill_rows(trees: list[_Tree], limits) -> list[list[_Tree]]:
 
 def _check(samples, row_tokens, row_entries, advantages) -> None:
   for s in samples:
-    need = int(np.flatnonzero(s.mask)[-1]) if s.mask.any() else 0
+    need, entries = int(s.trained[-1]), len(s.trained)
     if need > row_tokens:
       raise ValueError(
         f"a sample of execution {s.execution_id} needs {need} tokens but "
         f"row_tokens is {row_tokens}"
       )
-    entries = int(s.mask.sum())
     if row_entries is not None and entries > row_entries:
       raise ValueError(
         f"a sample of execution {s.execution_id} has {entries} entries but "
@@ -257,8 +272,8 @@ class _Numbering:
 
 def _sample_weight(sample: Sample) -> float:
   if sample.weights is None:
-    return float(sample.mask.sum())
-  return float(sample.weights[sample.mask].sum())
+    return float(len(sample.trained))
+  return float(sample.weights.sum())
 
 
 def _execution_weights(samples, execution, weights, count) -> np.ndarray:
@@ -282,19 +297,19 @@ def _write_row(
   """Fills row `r`; entries go by sample, then by position."""
   at = entry = 0
   for tree in trees:
-    tree.lay_out(at, batch.tokens[r], batch.positions[r], batch.subtree_end[r])
+    paths = tree.lay_out(
+      at, batch.tokens[r], batch.positions[r], batch.subtree_end[r]
+    )
     at += tree.num_tokens
-    for i in sorted(tree.samples):
+    for i in sorted(paths):
       s, e = samples[i], number.execution[i]
-      where = np.flatnonzero(s.mask)
-      index = tree.indices(s.ids[: where[-1]])
-      span = slice(entry, entry + len(where))
-      batch.entry_parent[r, span] = index[where - 1]
-      batch.entry_target[r, span] = s.ids[where]
-      batch.logp_behaviour[r, span] = s.logprobs[where]
-      batch.version[r, span] = s.versions[where]
+      span = slice(entry, entry + len(s.trained))
+      batch.entry_parent[r, span] = paths[i].indices(s.trained - 1)
+      batch.entry_target[r, span] = _at(s.runs, s.trained)
+      batch.logp_behaviour[r, span] = s.logprobs
+      batch.version[r, span] = s.versions
       batch.advantage[r, span] = number.advantage[i]
-      batch.weight[r, span] = 1 if s.weights is None else s.weights[where]
+      batch.weight[r, span] = 1 if s.weights is None else s.weights
       batch.sample[r, span] = i
       batch.execution[r, span] = e
       batch.sample_weight[r, span] = number.sample_weight[i]
@@ -354,7 +369,7 @@ def pack(
     ValueError: a sample longer than a row, one without an advantage, or
       samples that disagree on the weight of their execution.
   """
-  samples = [s for s in samples if s.mask.any()]
+  samples = [s for s in samples if len(s.trained)]
   _check(samples, row_tokens, row_entries, advantages)
   limits = (row_tokens, np.inf if row_entries is None else row_entries)
   names: dict[str, int] = {}
@@ -366,11 +381,10 @@ def pack(
     execution[i] = names.setdefault(s.execution_id, len(names))
     keys.append((s.execution_id, count_of.get(s.execution_id, 0)))
     count_of[s.execution_id] = keys[-1][1] + 1
-    fed = s.ids[: int(np.flatnonzero(s.mask)[-1])]
     weights[i] = _sample_weight(s)
-    flat += len(fed)
+    flat += int(s.trained[-1])
     key = s.group_id if share else i
-    groups.setdefault(key, []).append((i, fed, int(s.mask.sum())))
+    groups.setdefault(key, []).append(_Item(i, _fed(s), len(s.trained)))
   number = _Numbering(
     execution,
     np.array(
@@ -414,8 +428,9 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
     batch: one micro-step, on the host.
 
   Returns:
-    sample number -> arrays of the sample up to its last trained token: ids,
-    mask, logprobs, versions, weights, and the scalars execution and advantage.
+    sample number -> ids, up to its last trained token; trained, logprobs,
+    versions and weights as a Sample has them; the scalars execution and
+    advantage.
   """
   out = {}
   for r in range(batch.tokens.shape[0]):
@@ -429,20 +444,12 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
       where = batch.positions[r, batch.entry_parent[r, at]] + 1
       if not np.array_equal(ids[where], batch.entry_target[r, at]):
         raise ValueError(f"sample {i}: targets disagree with its tokens")
-      mask = np.zeros(len(ids), bool)
-      logprobs = np.zeros(len(ids), np.float32)
-      versions = np.full(len(ids), -1, np.int32)
-      weights = np.zeros(len(ids), np.float32)
-      mask[where] = True
-      weights[where] = batch.weight[r, at]
-      logprobs[where] = batch.logp_behaviour[r, at]
-      versions[where] = batch.version[r, at]
       out[int(i)] = {
         "ids": ids,
-        "mask": mask,
-        "logprobs": logprobs,
-        "versions": versions,
-        "weights": weights,
+        "trained": where,
+        "logprobs": batch.logp_behaviour[r, at],
+        "versions": batch.version[r, at],
+        "weights": batch.weight[r, at],
         "execution": batch.execution[r, at[0]],
         "advantage": batch.advantage[r, at[0]],
       }

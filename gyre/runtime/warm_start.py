@@ -95,7 +95,7 @@ async def transcripts(
   samples = [s for e in passed for s in select.samples(e, everything).samples]
   record.progress.line(
     f"warm start: {len(passed)} of {len(executions)} transcripts passed "
-    f"({ran} replayed now), {sum(int(s.mask.sum()) for s in samples)} tokens "
+    f"({ran} replayed now), {sum(len(s.trained) for s in samples)} tokens "
     "to learn"
   )
   return samples

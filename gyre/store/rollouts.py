@@ -25,8 +25,16 @@ import numpy as np
 from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
-#: 1 had no calls.boundary; such a file is read, and brought to 2 to be written.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+#: Columns that a version added: (table, name, declaration, what an older file
+#: has for it). Such a file is read, and brought up to date to be written.
+_ADDED = {
+  2: (("calls", "boundary", "TEXT NOT NULL DEFAULT ''", "''"),),
+  3: (
+    ("samples", "weights", "BLOB", "NULL"),
+    ("samples", "execution_weight", "REAL", "NULL"),
+  ),
+}
 
 _SCHEMA = """
 CREATE TABLE groups (
@@ -58,7 +66,8 @@ CREATE TABLE samples (
   execution_id TEXT NOT NULL, group_id TEXT NOT NULL, role TEXT NOT NULL,
   advantage REAL, length INTEGER NOT NULL, base INTEGER, base_len INTEGER
   NOT NULL, ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL,
-  versions BLOB NOT NULL, PRIMARY KEY (step, ordinal)
+  versions BLOB NOT NULL, weights BLOB, execution_weight REAL,
+  PRIMARY KEY (step, ordinal)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE events (
   event_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL,
@@ -106,6 +115,7 @@ class RolloutStore:
     """
     self.path = pathlib.Path(path)
     self.readonly = readonly
+    self._stand_in: dict[str, str] = {}
     mode = "ro" if readonly else "rwc"
     uri = f"{self.path.absolute().as_uri()}?mode={mode}"
     try:
@@ -125,18 +135,34 @@ class RolloutStore:
           if statement.strip():
             self._db.execute(statement)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    elif version not in (1, SCHEMA_VERSION):
+    elif not 1 <= version <= SCHEMA_VERSION:
       self._db.close()
       raise StoreError(
         f"{self.path} has schema {version}, this gyre reads {SCHEMA_VERSION}"
       )
-    elif version == 1 and not readonly:
+    else:
+      self._bring_up_to_date(version)
+
+  def _bring_up_to_date(self, version: int) -> None:
+    """Adds the columns that are missing, or, where it may not, their values."""
+    missing = [
+      column
+      for added, columns in _ADDED.items()
+      if added > version
+      for column in columns
+    ]
+    if self.readonly:
+      self._stand_in = {name: value for _, name, _, value in missing}
+    elif missing:
       with self._transaction():
-        self._db.execute(
-          "ALTER TABLE calls ADD COLUMN boundary TEXT NOT NULL DEFAULT ''"
-        )
+        for table, name, declaration, _ in missing:
+          self._db.execute(
+            f"ALTER TABLE {table} ADD COLUMN {name} {declaration}"
+          )
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    self._boundary = "''" if version == 1 and readonly else "boundary"
+
+  def _column(self, name: str) -> str:
+    return self._stand_in.get(name, name)
 
   def close(self) -> None:
     """Closes the file; everything reported is already on disk."""
@@ -266,7 +292,7 @@ class RolloutStore:
         known = Prefixes()
         for i, call in enumerate(e.calls):
           base, shared = known.match(call.prompt_ids)
-          known.add(i, _sequence(call))
+          known.add(i, call.prompt_ids, call.completion_ids)
           self._put_call(i, call, base, shared)
     except StoreError as error:
       if isinstance(error.__cause__, sqlite3.IntegrityError):
@@ -299,7 +325,7 @@ class RolloutStore:
     rows = self._db.execute(
       "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
       " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
-      f" engine, asked, used, {self._boundary} FROM calls"
+      f" engine, asked, used, {self._column('boundary')} FROM calls"
       " WHERE execution_id = ? ORDER BY ordinal",
       (execution_id,),
     )
@@ -437,27 +463,26 @@ class RolloutStore:
       if s.execution_id not in known:
         known[s.execution_id] = Prefixes()
         for j, call in enumerate(self.iter_calls(s.execution_id)):
-          known[s.execution_id].add(j, _sequence(call))
-      base, shared = known[s.execution_id].match(np.asarray(s.ids, np.int32))
-      mask = np.asarray(s.mask, bool)
+          known[s.execution_id].add(j, call.prompt_ids, call.completion_ids)
+      base, shared = known[s.execution_id].match(*s.runs)
       row = (step, i, s.execution_id, s.group_id, s.role)
-      row += (advantages.get(s.execution_id), len(mask), base, shared)
-      row += (_blob(np.asarray(s.ids)[shared:], "<i4"),)
-      row += (np.packbits(mask).tobytes(),)
-      row += (_blob(np.asarray(s.logprobs)[mask], "<f4"),)
-      row += (_blob(np.asarray(s.versions)[mask], "<i4"),)
-      rows.append(row)
+      row += (advantages.get(s.execution_id), s.length, base, shared)
+      row += (_blob(s.ids[shared:], "<i4"), np.packbits(s.mask).tobytes())
+      row += (_blob(s.logprobs, "<f4"), _blob(s.versions, "<i4"))
+      row += (None if s.weights is None else _blob(s.weights, "<f8"),)
+      rows.append((*row, s.execution_weight))
     with self._transaction():
       self._db.execute("DELETE FROM samples WHERE step = ?", (step,))
       self._db.executemany(
-        f"INSERT INTO samples VALUES ({','.join('?' * 13)})", rows
+        f"INSERT INTO samples VALUES ({','.join('?' * 15)})", rows
       )
 
   def samples(self, step: int) -> list[tuple[Sample, float | None]]:
     """Returns (sample, advantage) of a step, in the order of packing."""
     rows = self._db.execute(
       "SELECT execution_id, group_id, role, advantage, length, base, base_len,"
-      " ids, mask, logprobs, versions FROM samples WHERE step = ?"
+      f" ids, mask, logprobs, versions, {self._column('weights')},"
+      f" {self._column('execution_weight')} FROM samples WHERE step = ?"
       " ORDER BY ordinal",
       (step,),
     ).fetchall()
@@ -468,12 +493,17 @@ class RolloutStore:
       if base is not None:
         ids = np.concatenate([self._tokens(row[0], base, shared), ids])
       bits = np.unpackbits(np.frombuffer(row[8], np.uint8), count=length)
-      mask = bits.astype(bool)
-      logprobs = np.zeros(length, np.float32)
-      versions = np.full(length, -1, np.int32)
-      logprobs[mask] = _array(row[9], "<f4")
-      versions[mask] = _array(row[10], "<i4")
-      sample = Sample(row[0], row[1], ids, mask, logprobs, versions, row[2])
+      sample = Sample(
+        execution_id=row[0],
+        group_id=row[1],
+        runs=(ids,),
+        trained=np.flatnonzero(bits),
+        logprobs=_array(row[9], "<f4"),
+        versions=_array(row[10], "<i4"),
+        role=row[2],
+        weights=None if row[11] is None else _array(row[11], "<f8"),
+        execution_weight=row[12],
+      )
       out.append((sample, row[3]))
     return out
 

@@ -300,22 +300,23 @@ def audit(calls: Iterable[Call], samples: Sequence[Sample]) -> Audit:
   located: dict[str, np.ndarray] = {}
   drift = 0
   for sample in samples:
-    ids = np.ascontiguousarray(sample.ids, np.int32)
-    found, running, done = np.zeros(len(ids), bool), hashlib.blake2b(), 0
+    ids, trained = np.ascontiguousarray(sample.ids), sample.trained
+    found, running, done = np.zeros(len(trained), bool), hashlib.blake2b(), 0
     for length in sorted({n for n, _ in by_prompt if n <= len(ids)}):
       running.update(ids[done:length].tobytes())
       done = length
       for call in by_prompt.get((length, running.digest()), ()):
         n = common(call.completion_ids, ids[length:])
-        own = slice(length, length + n)
-        same = sample.mask[own] & (sample.versions[own] == call.versions[:n])
-        same &= _bits(sample.logprobs[own]) == _bits(call.logprobs[:n])
+        own = slice(*np.searchsorted(trained, [length, length + n]))
+        token = trained[own] - length
+        same = sample.versions[own] == call.versions[token]
+        same &= _bits(sample.logprobs[own]) == _bits(call.logprobs[token])
         found[own] |= same
         seen = located.setdefault(
           call.call_id, np.zeros(len(call.completion_ids), bool)
         )
-        seen[:n] |= same
-    drift += int((np.asarray(sample.mask) & ~found).sum())
+        seen[token] |= same
+    drift += int((~found).sum())
   return Audit(
     sampled=sampled,
     located=sum(int(x.sum()) for x in located.values()),

@@ -8,7 +8,7 @@ its path would add, and a token is trained with the first path that has it:
   while U and len(samples) < J_max:
     role = highest role with a leaf that has tokens of U on its path
     leaf ~ categorical(number of U tokens on its path), over that role's leaves
-    samples.append(path(leaf), mask = path ∩ U);  U -= path
+    samples.append(path(leaf), trained = path ∩ U);  U -= path
 
 Modes say what a path trains:
 
@@ -16,8 +16,9 @@ Modes say what a path trains:
 - "multiplicity": every sample of a token. A drawn path trains the calls that
   end on it, each in a sample of its own, over its whole completion: with
   J_max = ∞ this is training each call flat. U counts samples of tokens.
-- "leaf": mask = all trainable tokens of the path, also those trained already:
-  with J_max = ∞ this is training each path from the root to a leaf flat.
+- "leaf": trained = all trainable tokens of the path, also those trained
+  already: with J_max = ∞ this is training each path from the root to a leaf
+  flat.
 
 |T_e| is the sum of the weights of what was selected. Strict priority of roles
 is biased: with J_max paths or fewer of a higher role, nothing of a lower one
@@ -369,56 +370,54 @@ def _everything(paths: _Paths, mode: Mode) -> int:
   return int((paths.amount * (paths.high - paths.low)).sum())
 
 
+def _runs(tree: Tree, nodes: list[int]) -> tuple[np.ndarray, ...]:
+  return tuple(tree.ids[tree.start[v] : tree.stop[v]] for v in nodes)
+
+
 def _path(paths, draw, mode, weighted, common) -> Iterator[Sample]:
   """One sample: the path, its new tokens or all, each its first sample."""
   tree = paths.tree
   on_path = tree.nodes(draw.leaf)
-  weight_of = dict(zip(draw.nodes, draw.weights, strict=True))
+  nodes, weights = draw.nodes, draw.weights
   if mode == "leaf":
-    weight_of = dict.fromkeys(on_path, draw.weights[0])
-  tokens = tree.path(draw.leaf)
-  lengths = [int(tree.stop[v] - tree.start[v]) for v in on_path]
-  weights = np.repeat([weight_of.get(v, 0.0) for v in on_path], lengths)
-  first = tree.sample_start[tokens]
-  mask = (weights > 0) & (tree.sample_start[tokens + 1] > first)
-  logprobs = np.zeros(len(tokens), np.float32)
-  versions = np.full(len(tokens), -1, np.int32)
-  logprobs[mask] = tree.logprobs[first[mask]]
-  versions[mask] = tree.versions[first[mask]]
+    nodes = [v for v in on_path if paths.tokens[v]]
+    weights = [draw.weights[0]] * len(nodes)
+  where, first = [], []
+  for v in nodes:
+    bounds = tree.sample_start[tree.start[v] : tree.stop[v] + 1]
+    sampled = np.flatnonzero(bounds[1:] > bounds[:-1])
+    where.append(tree.depth[v] + sampled)
+    first.append(bounds[sampled])
+  chosen = np.concatenate(first)
   yield Sample(
-    ids=tree.ids[tokens],
-    mask=mask,
-    logprobs=logprobs,
-    versions=versions,
+    runs=_runs(tree, on_path),
+    trained=np.concatenate(where),
+    logprobs=tree.logprobs[chosen],
+    versions=tree.versions[chosen],
     role=tree.roles[paths.calls_at[draw.leaf][0]],
-    weights=np.where(mask, weights, 0) if weighted else None,
+    weights=np.repeat(weights, [len(w) for w in where]) if weighted else None,
     **common,
   )
 
 
 def _calls(paths, draw, mode, weighted, common) -> Iterator[Sample]:
-  """A sample a call that ends at a newly covered node; ids are shared."""
+  """A sample a call that ends at a newly covered node."""
   tree = paths.tree
-  ids = tree.ids[tree.path(draw.leaf)]
+  on_path = tree.nodes(draw.leaf)
+  runs = _runs(tree, on_path)
+  upto = {v: n for n, v in enumerate(on_path, 1)}
   for node, weight in zip(draw.nodes, draw.weights, strict=True):
     end = int(tree.depth[node] + tree.stop[node] - tree.start[node])
     for call in paths.calls_at[node]:
-      own = slice(int(tree.prompt_len[call]), end)
       span = slice(int(tree.call_start[call]), int(tree.call_start[call + 1]))
       of_call = tree.by_call[span]
-      mask = np.zeros(end, bool)
-      logprobs = np.zeros(end, np.float32)
-      versions = np.full(end, -1, np.int32)
-      mask[own] = True
-      logprobs[own] = tree.logprobs[of_call]
-      versions[own] = tree.versions[of_call]
       yield Sample(
-        ids=ids[:end],
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
+        runs=runs[: upto[node]],
+        trained=np.arange(int(tree.prompt_len[call]), end),
+        logprobs=tree.logprobs[of_call],
+        versions=tree.versions[of_call],
         role=tree.roles[call],
-        weights=np.where(mask, weight, 0.0) if weighted else None,
+        weights=np.full(len(of_call), weight) if weighted else None,
         **common,
       )
 
@@ -435,7 +434,7 @@ def _stats(paths, draws, samples, roles) -> dict[str, int]:
     "tokens_flat": int(tree.prompt_len.sum() + sampled.sum()),
     "tokens_unique": len(tree.ids),
     "tokens_trainable": int(tree.trainable().sum()),
-    "tokens_trained": sum(int(s.mask.sum()) for s in samples),
+    "tokens_trained": sum(len(s.trained) for s in samples),
     "leaves": len(paths.leaves),
     "paths": len(draws),
     "nodes": int((paths.tokens > 0).sum()),

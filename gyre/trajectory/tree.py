@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gyre.trajectory.prefixes import common
+from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Call
 
 
@@ -145,55 +145,6 @@ def _ranges(parts: list[tuple[int, int]]) -> np.ndarray:
   return np.concatenate([np.arange(a, b) for a, b in parts])
 
 
-class _Edge:
-  """A run of tokens under construction; `node` is its number at the end."""
-
-  __slots__ = ("children", "ids", "node")
-
-  def __init__(self, ids: np.ndarray):
-    self.ids = ids
-    self.children: dict[int, _Edge] = {}
-    self.node = -1
-
-
-def _insert(root: _Edge, ids: np.ndarray) -> _Edge:
-  """Adds a path; returns the edge whose end is its end."""
-  edge, done = root, 0
-  while done < len(ids):
-    first = int(ids[done])
-    child = edge.children.get(first)
-    if child is None:
-      # A copy: a view would keep the whole prompt alive.
-      child = edge.children[first] = _Edge(ids[done:].copy())
-      return child
-    n = common(child.ids, ids[done:])
-    if n < len(child.ids):
-      # The lower part stays the same object: calls that end there know it.
-      upper = edge.children[first] = _Edge(child.ids[:n])
-      child.ids = child.ids[n:]
-      upper.children[int(child.ids[0])] = child
-      child = upper
-    edge, done = child, done + n
-  return edge
-
-
-def _number(root: _Edge) -> tuple[list[_Edge], list[int]]:
-  """Numbers the edges depth-first; returns them and their parents."""
-  edges, parents = [], []
-  stack = [(root, -1)]
-  while stack:
-    edge, parent = stack.pop()
-    if edge is not root:
-      edge.node = len(edges)
-      edges.append(edge)
-      parents.append(parent)
-    stack.extend(
-      (edge.children[first], edge.node)
-      for first in sorted(edge.children, reverse=True)
-    )
-  return edges, parents
-
-
 @dataclasses.dataclass(frozen=True)
 class _Entered:
   """What stays of a call once its tokens are in the tree."""
@@ -204,7 +155,7 @@ class _Entered:
   prompt_len: int
   logprobs: np.ndarray
   versions: np.ndarray
-  edge: _Edge
+  number: int
 
 
 def _concatenated(parts: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -233,7 +184,7 @@ def build(calls: Iterable[Call]) -> Tree:
     ValueError: a call sampled from an empty prompt (its first token has no
       predictor), or two calls of one name.
   """
-  root = _Edge(np.zeros(0, np.int32))
+  paths = Prefixes()
   entered: dict[str, _Entered] = {}
   for call in calls:
     if len(call.completion_ids) and not len(call.prompt_ids):
@@ -245,7 +196,8 @@ def build(calls: Iterable[Call]) -> Tree:
       raise ValueError(
         f"call {call.call_id} of execution {call.execution_id} is there twice"
       )
-    ids = np.concatenate([call.prompt_ids, call.completion_ids])
+    number = len(entered)
+    paths.add(number, call.prompt_ids, call.completion_ids)
     entered[call.call_id] = _Entered(
       call.call_id,
       call.role,
@@ -253,27 +205,23 @@ def build(calls: Iterable[Call]) -> Tree:
       len(call.prompt_ids),
       call.logprobs,
       call.versions,
-      _insert(root, ids),
+      number,
     )
   order = sorted(entered.values(), key=lambda c: (len(c.call_id), c.call_id))
-  return _freeze(root, order)
+  return _freeze(paths, order)
 
 
-def _freeze(root: _Edge, calls: list[_Entered]) -> Tree:
-  edges, parents = _number(root)
-  bounds = _offsets([len(e.ids) for e in edges])
-  start, stop = bounds[:-1], bounds[1:]
-  depth = np.zeros(len(edges), np.int64)
-  for v, p in enumerate(parents):
-    if p >= 0:
-      depth[v] = depth[p] + stop[p] - start[p]
+def _freeze(paths: Prefixes, calls: list[_Entered]) -> Tree:
+  runs, parents = paths.depth_first()
+  bounds = _offsets([len(run.ids) for run in runs])
+  ends = {number: v for v, run in enumerate(runs) for number in run.ends}
   call_start = _offsets([len(c.logprobs) for c in calls])
   tree = Tree(
     parent=np.asarray(parents, np.int32),
-    start=start,
-    stop=stop,
-    depth=depth,
-    ids=_concatenated([e.ids for e in edges], np.int32),
+    start=bounds[:-1],
+    stop=bounds[1:],
+    depth=np.asarray([run.depth for run in runs], np.int64),
+    ids=_concatenated([run.ids for run in runs], np.int32),
     sample_start=np.zeros(bounds[-1] + 1, np.int64),
     sample_call=np.zeros(0, np.int32),
     logprobs=_concatenated([c.logprobs for c in calls], np.float32),
@@ -282,7 +230,7 @@ def _freeze(root: _Edge, calls: list[_Entered]) -> Tree:
     roles=tuple(c.role for c in calls),
     routing=tuple(c.routing for c in calls),
     prompt_len=np.asarray([c.prompt_len for c in calls], np.int64),
-    leaf_of_call=np.asarray([c.edge.node for c in calls], np.int32),
+    leaf_of_call=np.asarray([ends.get(c.number, -1) for c in calls], np.int32),
     call_start=call_start,
     by_call=np.zeros(0, np.int64),
   )

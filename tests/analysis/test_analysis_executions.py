@@ -160,12 +160,12 @@ def test_training_lies_on_the_tree(run):
     samples = [s for s, _ in store.samples(4)]
   assert (trained.step, trained.advantage, trained.samples) == (4, -1.25, 2)
   # Masks of one execution are apart: their sizes add up.
-  assert trained.mask.sum() == sum(int(s.mask.sum()) for s in samples)
+  assert trained.mask.sum() == sum(len(s.trained) for s in samples)
   assert not (trained.mask & ~own.trainable()).any()
   for s in samples:
     path = training.locate(own, s.ids)
     np.testing.assert_array_equal(own.ids[path], s.ids)
-    np.testing.assert_array_equal(trained.mask[path[s.mask]], True)
+    np.testing.assert_array_equal(trained.mask[path[s.trained]], True)
   with pytest.raises(RunError, match="do not belong together"):
     training.locate(own, np.array([1, 10**6]))
 

@@ -162,17 +162,16 @@ def flat_paths(calls):
 
 def flat_samples(samples):
   """Each selected sample by itself."""
-  return [
-    Flat(
-      s.execution_id,
-      tuple(s.ids.tolist()),
-      s.mask,
-      s.logprobs,
-      s.mask.astype(float) if s.weights is None else s.weights,
-      s.execution_weight,
+  out = []
+  for s in samples:
+    logprobs, weights = np.zeros((2, s.length))
+    logprobs[s.trained] = s.logprobs
+    weights[s.trained] = 1 if s.weights is None else s.weights
+    ids = tuple(s.ids.tolist())
+    out.append(
+      Flat(s.execution_id, ids, s.mask, logprobs, weights, s.execution_weight)
     )
-    for s in samples
-  ]
+  return out
 
 
 def coefficients(flat, aggregation, max_len):

@@ -82,15 +82,15 @@ def toy_samples():
             [np.zeros(len(start), bool)]
             + [np.full(len(p), m) for p, m in parts]
           )
-          logprobs = np.where(mask, -rng.uniform(1, 5, len(ids)), 0)
+          logprobs = -rng.uniform(1, 5, len(ids))[mask]
           out.append(
             Sample(
               execution_id=f"g{g}/{i}",
               group_id=f"g{g}",
-              ids=ids.astype(np.int32),
-              mask=mask,
-              logprobs=logprobs.astype(np.float32),
-              versions=np.where(mask, 3, -1).astype(np.int32),
+              runs=(ids,),
+              trained=np.flatnonzero(mask),
+              logprobs=logprobs,
+              versions=np.full(mask.sum(), 3),
             )
           )
     return out
@@ -138,8 +138,8 @@ def near_policy():
     rng = np.random.default_rng(seed)
     out = []
     for i, s in enumerate(samples):
-      noise = scale * rng.normal(size=len(s.ids))
-      lp = np.where(s.mask, scored[i]["logprobs"] + noise, 0)
+      noise = scale * rng.normal(size=len(s.ids))[s.trained]
+      lp = scored[i]["logprobs"] + noise
       out.append(dataclasses.replace(s, logprobs=np.minimum(lp, 0)))
     return out
 

@@ -14,20 +14,19 @@ from gyre.types import Batch, Sample
 
 
 def _sample(ids, mask, group="g", execution="g/0"):
-  mask = np.array(mask, bool)
-  ids = np.array(ids, np.int32)
+  ids, trained = np.array(ids), np.flatnonzero(mask)
   return Sample(
     execution_id=execution,
     group_id=group,
-    ids=ids,
-    mask=mask,
-    logprobs=np.where(mask, -0.25 - ids, 0).astype(np.float32),
-    versions=np.where(mask, ids + 1, -1).astype(np.int32),
+    runs=(ids[:2], ids[2:2], ids[2:]),
+    trained=trained,
+    logprobs=-0.25 - ids[trained],
+    versions=ids[trained] + 1,
   )
 
 
 def _trim(s):
-  return int(np.flatnonzero(s.mask)[-1]) + 1
+  return int(s.trained[-1]) + 1
 
 
 def _check_round_trip(samples, packed, advantages):
@@ -36,12 +35,12 @@ def _check_round_trip(samples, packed, advantages):
     part = packing.unpack(batch)
     assert not got.keys() & part.keys()
     got |= part
-  trained = [s for s in samples if s.mask.any()]
+  trained = [s for s in samples if len(s.trained)]
   assert sorted(got) == list(range(len(trained)))
   for i, s in enumerate(trained):
-    n = _trim(s)
-    for name in ("ids", "mask", "logprobs", "versions"):
-      np.testing.assert_array_equal(got[i][name], getattr(s, name)[:n], name)
+    np.testing.assert_array_equal(got[i]["ids"], s.ids[: _trim(s)])
+    for name in ("trained", "logprobs", "versions"):
+      np.testing.assert_array_equal(got[i][name], getattr(s, name), name)
     assert packed.execution_ids[got[i]["execution"]] == s.execution_id
     assert packed.sample_keys[i][0] == s.execution_id
     assert got[i]["advantage"] == np.float32(advantages[s.execution_id])
@@ -169,7 +168,7 @@ def test_an_oversized_tree_is_cut_at_its_nodes(seed):
 def test_parts_of_a_tree_repeat_the_path_to_the_cut_alone(samples, row_tokens):
   packed = packing.pack(samples, None, row_tokens=row_tokens)
   fed = {}
-  for i, s in enumerate(s for s in samples if s.mask.any()):
+  for i, s in enumerate(s for s in samples if len(s.trained)):
     fed.setdefault(s.group_id, []).append((s.ids[: _trim(s) - 1].tolist(), i))
   row_of = {
     int(i): (n, r)
@@ -266,7 +265,7 @@ def test_pitfall_5_uneven_batches_drop_and_repeat_nothing(
   )
   seen = np.concatenate([b.sample[b.weight > 0] for b in packed.batches])
   count = np.bincount(seen)
-  np.testing.assert_array_equal(count, [s.mask.sum() for s in samples])
+  np.testing.assert_array_equal(count, [len(s.trained) for s in samples])
 
 
 def test_weights_of_samples_and_executions(toy_samples):
@@ -274,7 +273,7 @@ def test_weights_of_samples_and_executions(toy_samples):
   packed = packing.pack(samples, None, row_tokens=64)
   of = {}
   for s in samples:
-    of[s.execution_id] = of.get(s.execution_id, 0) + s.mask.sum()
+    of[s.execution_id] = of.get(s.execution_id, 0) + len(s.trained)
   for b in packed.batches:
     live = b.weight > 0
     for i, e, sw, ew in zip(
@@ -284,7 +283,7 @@ def test_weights_of_samples_and_executions(toy_samples):
       b.execution_weight[live],
       strict=True,
     ):
-      assert sw == samples[i].mask.sum()
+      assert sw == len(samples[i].trained)
       assert ew == of[packed.execution_ids[e]]
 
 
@@ -293,7 +292,7 @@ def test_weights_of_entries_and_a_given_weight_of_the_execution():
   samples = []
   for i in range(4):
     s = _sample([1, 2, 3 + i, 4, 5], [0, 0, 1, 0, 1], execution=f"g/{i // 2}")
-    w = np.where(s.mask, rng.uniform(1, 9, 5), 0)
+    w = rng.uniform(1, 9, 2)
     told = 40.0 if i < 2 else None
     samples.append(dataclasses.replace(s, weights=w, execution_weight=told))
   packed = packing.pack(samples, None, row_tokens=64)

@@ -41,7 +41,7 @@ def _unfused(params, cfg, sample, temperature):
   hidden, _ = transformer.forward(params, cfg, ids, positions, attend)
   logits = transformer.logits(params, cfg, hidden)[0] / temperature
   logp = jax.nn.log_softmax(logits)
-  at = np.flatnonzero(sample.mask)
+  at = sample.trained
   return np.asarray(logp)[at - 1, sample.ids[at]]
 
 
@@ -236,9 +236,9 @@ def test_supervised_training_is_cross_entropy(
         params, toy_config, ids, positions, attend
       )
       logits = transformer.logits(params, toy_config, hidden)[0]
-      at = np.flatnonzero(s.mask)
+      at = s.trained
       total -= jax.nn.log_softmax(logits)[at - 1, s.ids[at]].sum()
-    return total / sum(s.mask.sum() for s in samples)
+    return total / sum(len(s.trained) for s in samples)
 
   value, grads = jax.jit(jax.value_and_grad(cross_entropy))(params)
   metrics = objective.metrics(sums.counts)
@@ -305,15 +305,14 @@ def test_kl_and_entropy_enter_the_loss():
 def _pair():
   out = []
   for i in range(2):
-    mask = np.array([False, True, True, False, True])
     out.append(
       Sample(
         execution_id=f"g/{i}",
         group_id="g",
-        ids=np.array([1, 2 + i, 3, 4, 5], np.int32),
-        mask=mask,
-        logprobs=np.where(mask, -1.0 - 0.1 * i, 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
+        runs=([1, 2 + i, 3, 4, 5],),
+        trained=[1, 2, 4],
+        logprobs=[-1.0 - 0.1 * i] * 3,
+        versions=[0] * 3,
       )
     )
   return out

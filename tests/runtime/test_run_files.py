@@ -182,16 +182,17 @@ def test_token_audit_finds_every_span_or_counts_it(mode):
     audit = metrics.token_audit(
       [execution], [dataclasses.replace(selection, samples=parts)]
     )
-    return audit["tito/drift_in_loss"], int(samples[i].mask.sum())
+    return audit["tito/drift_in_loss"], len(samples[i].trained)
 
   samples = selection.samples
   longest = max(samples, key=lambda s: len(s.ids))
   ids = longest.ids.copy()
   ids[1] = 8  # every token of it loses its context
-  lost, masked = drift(ids=ids)
+  lost, masked = drift(runs=(ids,))
   assert lost == masked > 0
-  mask = longest.mask.copy()
-  mask[1] = True  # a token of the prompt, that no call sampled
-  assert drift(mask=mask)[0] == 1
+  trained = longest.trained.copy()
+  assert trained[0] > 1
+  trained[0] = 1  # a token of the prompt, that no call sampled
+  assert drift(trained=trained)[0] == 1
   logprobs = longest.logprobs - 0.5
   assert drift(logprobs=logprobs)[0] == masked

@@ -1,6 +1,7 @@
 """What goes in comes out bit for bit, whatever kills the writer."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -20,6 +21,7 @@ from gyre.store.rollouts import RolloutStore, StoreError
 from gyre.trajectory import tree
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
+_seconds = st.floats(0, 1e10)
 _int32 = st.integers(-(2**31), 2**31 - 1)
 _float32 = st.floats(width=32, allow_nan=True)
 _text = st.text(max_size=8)
@@ -28,6 +30,12 @@ _json = st.recursive(
   lambda x: st.lists(x, max_size=3) | st.dictionaries(_text, x, max_size=3),
   max_leaves=6,
 )
+
+
+def _whole(cls, **values):
+  """An object of which each field is given, so that none is forgotten."""
+  assert values.keys() == {f.name for f in dataclasses.fields(cls)}
+  return cls(**values)
 
 
 @st.composite
@@ -43,49 +51,100 @@ def _executions(draw):
       parent = draw(st.sampled_from([base.call_id, None, "gone"]))
     n = draw(st.integers(0, 4))
     calls.append(
-      Call(
+      _whole(
+        Call,
         execution_id="g/0",
         group_id="g",
         call_id=f"c{i}",
         parent_hint=parent,
-        role=draw(st.sampled_from(["main", "sub_agent"])),
+        role=draw(_text),
         prompt_ids=new,
         completion_ids=draw(st.lists(_int32, min_size=n, max_size=n)),
         logprobs=draw(st.lists(_float32, min_size=n, max_size=n)),
         versions=draw(st.lists(_int32, min_size=n, max_size=n)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         routing=draw(st.none() | _text),
-        t_start=draw(st.floats(0, 1e9)),
+        t_start=draw(_seconds),
+        t_end=draw(_seconds),
         engine=draw(_text),
         sampling_asked=draw(st.dictionaries(_text, _json, max_size=2)),
+        sampling_used=draw(st.dictionaries(_text, _json, max_size=2)),
         boundary=draw(st.sampled_from(["", "strict", "split"])),
       )
     )
   outcome = draw(
     st.none()
     | st.builds(
-      Outcome,
+      functools.partial(_whole, Outcome),
       status=st.sampled_from(["scored", "eval_failed"]),
       score=st.none() | st.floats(0, 1),
       passed=st.integers(0, 9),
+      total=st.integers(0, 9),
+      timeout=st.sampled_from(["none", "harness", "overall"]),
       detail=_text,
       assertions=st.dictionaries(_text, st.booleans(), max_size=3),
     )
   )
-  return Execution(
+  return _whole(
+    Execution,
     execution_id="g/0",
     group_id="g",
-    index=0,
+    index=draw(st.integers(0, 9)),
     task_id=draw(_text),
     version=draw(st.integers(0, 2**40)),
     seed=draw(st.integers(0, 2**62)),
     calls=tuple(calls),
     outcome=outcome,
-    truncated=draw(st.sampled_from(["", "turns"])),
+    truncated=draw(_text),
+    turns=draw(st.integers(0, 9)),
     messages=tuple(
       draw(st.lists(st.dictionaries(_text, _json, max_size=3), max_size=3))
     ),
-    t_end=draw(st.floats(0, 1e9)),
+    t_start=draw(_seconds),
+    t_end=draw(_seconds),
+  )
+
+
+@st.composite
+def _groups(draw):
+  """A group of one execution."""
+  execution = draw(_executions())
+  return _whole(
+    Group,
+    group_id="g",
+    index=draw(st.integers(0, 9)),
+    task_id=execution.task_id,
+    version=draw(st.integers(0, 2**40)),
+    executions=(execution,),
+  )
+
+
+@st.composite
+def _samples(draw, execution):
+  """A path that may go along a call of the execution, and leave it."""
+  ids = draw(st.lists(_int32, max_size=9))
+  if execution.calls:
+    call = draw(st.sampled_from(execution.calls))
+    whole = [*call.prompt_ids.tolist(), *call.completion_ids.tolist()]
+    ids = whole[: draw(st.integers(0, len(whole)))] + ids
+  trained = draw(st.sets(st.integers(1, max(1, len(ids) - 1))))
+  trained = sorted(x for x in trained if x < len(ids))
+  n, cut = len(trained), draw(st.integers(0, len(ids)))
+
+  def of_each(values):
+    return st.lists(values, min_size=n, max_size=n)
+
+  return _whole(
+    Sample,
+    execution_id="g/0",
+    group_id="g",
+    runs=(ids[:cut], ids[cut:]),
+    trained=trained,
+    logprobs=draw(of_each(_float32)),
+    versions=draw(of_each(_int32)),
+    role=draw(_text),
+    weights=draw(st.none() | of_each(st.floats(0, 1e9))),
+    execution_weight=draw(st.none() | st.floats(0, 1e9)),
   )
 
 
@@ -104,17 +163,31 @@ def _bits(x):
   return x
 
 
+def _in_one_run(samples):
+  """How a path is cut into runs is not kept."""
+  return [dataclasses.replace(s, runs=(s.ids,)) for s in samples]
+
+
 @settings(max_examples=60, deadline=None)
-@given(_executions())
-def test_executions_round_trip_bit_for_bit(execution):
+@given(_groups(), st.data())
+def test_every_field_comes_back_bit_for_bit(group, data):
+  (execution,) = group.executions
+  samples = data.draw(st.lists(_samples(execution), max_size=3))
+  advantage = data.draw(st.none() | st.floats(-9, 9))
+  advantages = {} if advantage is None else {"g/0": advantage}
   with tempfile.TemporaryDirectory() as d:
     with RolloutStore(f"{d}/rollouts.sqlite") as store:
-      store.put_group(Group("g", 0, execution.task_id))
+      store.put_group(group)
       store.put_execution(execution)
+      store.put_samples(3, samples, advantages)
     with RolloutStore(f"{d}/rollouts.sqlite", readonly=True) as store:
       assert _bits(store.execution("g/0")) == _bits(execution)
-      (back,) = store.group("g").executions
-      assert _bits(back) == _bits(execution)
+      assert _bits(store.group("g")) == _bits(group)
+      (listed,) = store.groups("train")
+      assert _bits(listed) == _bits(dataclasses.replace(group, executions=()))
+      back = store.samples(3)
+  assert _bits([s for s, _ in back]) == _bits(_in_one_run(samples))
+  assert [a for _, a in back] == [advantage] * len(samples)
 
 
 def _chain(execution_id="g/0", turns=50, prompt=100):
@@ -272,30 +345,30 @@ def test_contexts_of_a_million_tokens(tmp_path, turns):
   assert closed <= 1.5 * one
 
 
-def test_samples_round_trip(tmp_path):
-  execution = _chain(turns=3)
+def _sample(execution, **changes):
+  """The last call of an execution."""
   last = execution.calls[-1]
-  ids = np.concatenate([last.prompt_ids, last.completion_ids])
-  mask = np.zeros(len(ids), bool)
-  mask[-7:] = True
+  n = len(last.completion_ids)
   sample = Sample(
-    "g/0",
-    "g",
-    ids,
-    mask,
-    np.where(mask, np.float32(-0.3), np.float32(0)),
-    np.where(mask, 4, -1).astype(np.int32),
+    execution_id=execution.execution_id,
+    group_id=execution.group_id,
+    runs=(last.prompt_ids, last.completion_ids),
+    trained=len(last.prompt_ids) + np.arange(n),
+    logprobs=last.logprobs,
+    versions=last.versions,
   )
-  other = dataclasses.replace(sample, ids=(ids[::-1] + 1).astype(np.int32))
+  return dataclasses.replace(sample, **changes)
+
+
+def test_what_samples_share_with_calls_is_stored_once(tmp_path):
+  execution = _chain(turns=3)
+  sample = _sample(execution)
+  ids = sample.ids
+  other = dataclasses.replace(sample, runs=(ids[::-1] + 1,))
   # One that leaves a call in the middle of its prompt.
   cut = len(ids) - 15
-  part = np.concatenate([ids[:cut], [5000]]).astype(np.int32)
   early = dataclasses.replace(
-    sample,
-    ids=part,
-    mask=mask[-len(part) :],
-    logprobs=sample.logprobs[-len(part) :],
-    versions=sample.versions[-len(part) :],
+    sample, runs=(ids[:cut], [5000]), trained=np.arange(cut - 6, cut + 1)
   )
   with RolloutStore(tmp_path / "r.sqlite") as store:
     store.put_execution(execution)
@@ -304,7 +377,8 @@ def test_samples_round_trip(tmp_path):
     got = store.samples(5)
     assert store.size_of("samples", "ids") == 4 * len(ids) + 4
   assert [a for _, a in got] == [0.25] * 3
-  assert _bits([s for s, _ in got]) == _bits([sample, other, early])
+  want = _in_one_run([sample, other, early])
+  assert _bits([s for s, _ in got]) == _bits(want)
 
 
 def test_groups_flags_events(tmp_path):
@@ -344,7 +418,7 @@ def test_executions_of_lost_weights_are_dropped(tmp_path):
 
 
 def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
-  sample = Sample("g/0", "g", [1, 2], [False, True], [0, -1], [-1, 0])
+  sample = Sample("g/0", "g", ([1, 2],), [1], [-1], [0])
   with RolloutStore(tmp_path / "r.sqlite") as store:
     store.put_execution(_chain(turns=1))
     for step in (1, 2, 3):
@@ -355,27 +429,94 @@ def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
     assert [e["step"] for e in store.events()] == [1]
 
 
-def test_a_file_of_schema_1_is_read_and_brought_up_to_date(tmp_path):
-  path, execution = tmp_path / "r.sqlite", _chain(turns=3)
-  with RolloutStore(path) as store:
+_SCHEMA_2 = """
+CREATE TABLE groups (
+  group_id TEXT PRIMARY KEY, phase TEXT NOT NULL, idx INTEGER NOT NULL,
+  task_id TEXT NOT NULL, version INTEGER NOT NULL, consumed_step INTEGER
+) STRICT;
+CREATE INDEX groups_by_phase ON groups (phase, idx);
+CREATE TABLE executions (
+  execution_id TEXT PRIMARY KEY, group_id TEXT NOT NULL,
+  idx INTEGER NOT NULL, task_id TEXT NOT NULL, version INTEGER NOT NULL,
+  seed INTEGER NOT NULL, truncated TEXT NOT NULL, turns INTEGER NOT NULL,
+  status TEXT, score REAL, outcome TEXT, messages TEXT NOT NULL,
+  t_start REAL NOT NULL, t_end REAL NOT NULL
+) STRICT;
+CREATE INDEX executions_by_group ON executions (group_id, idx);
+CREATE TABLE calls (
+  execution_id TEXT NOT NULL, ordinal INTEGER NOT NULL,
+  call_id TEXT NOT NULL, group_id TEXT NOT NULL,
+  base INTEGER, base_len INTEGER NOT NULL, prompt BLOB NOT NULL,
+  completion BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  finish_reason TEXT NOT NULL, parent_hint TEXT, role TEXT NOT NULL,
+  routing TEXT, t_start REAL NOT NULL, t_end REAL NOT NULL,
+  engine TEXT NOT NULL, asked TEXT NOT NULL, used TEXT NOT NULL,
+  boundary TEXT NOT NULL DEFAULT '',
+  PRIMARY KEY (execution_id, ordinal)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE samples (
+  step INTEGER NOT NULL, ordinal INTEGER NOT NULL,
+  execution_id TEXT NOT NULL, group_id TEXT NOT NULL, role TEXT NOT NULL,
+  advantage REAL, length INTEGER NOT NULL, base INTEGER, base_len INTEGER
+  NOT NULL, ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL,
+  versions BLOB NOT NULL, PRIMARY KEY (step, ordinal)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE events (
+  event_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL,
+  payload TEXT NOT NULL, t REAL NOT NULL
+) STRICT;
+"""
+
+
+def _old_file(path, version, execution, sample):
+  """A file of an earlier schema, made by that schema's own SQL."""
+  with RolloutStore(path.with_name("new.sqlite")) as store:
     store.put_execution(execution)
+    store.put_samples(1, [sample], {"g/0": 0.5})
+  schema = _SCHEMA_2
+  if version == 1:
+    schema = schema.replace("  boundary TEXT NOT NULL DEFAULT '',\n", "")
+    assert "boundary" not in schema
   db = sqlite3.connect(path)
-  db.execute("ALTER TABLE calls DROP COLUMN boundary")
-  db.execute("PRAGMA user_version=1")
+  db.executescript(schema)
+  db.execute("ATTACH ? AS new", (str(path.with_name("new.sqlite")),))
+  for table in ("executions", "calls", "samples"):
+    names = [x[1] for x in db.execute(f"PRAGMA main.table_info({table})")]
+    names = ", ".join(names)
+    db.execute(f"INSERT INTO main.{table} SELECT {names} FROM new.{table}")
+  db.commit()
+  db.execute(f"PRAGMA user_version={version}")
   db.close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_file_is_read_and_brought_up_to_date(tmp_path, version):
+  path, execution = tmp_path / "r.sqlite", _chain(turns=3)
+  sample = _sample(execution)
+  _old_file(path, version, execution, sample)
+  before = path.read_bytes()
   with RolloutStore(path, readonly=True) as store:
     assert _bits(store.execution("g/0")) == _bits(execution)
+    ((back, advantage),) = store.samples(1)
+  assert path.read_bytes() == before
+  assert _bits([back]) == _bits(_in_one_run([sample])) and advantage == 0.5
   newer = _chain("g/1", turns=1)
   newer = dataclasses.replace(
     newer, calls=(dataclasses.replace(newer.calls[0], boundary="strict"),)
+  )
+  weighted = _sample(
+    newer, weights=np.arange(7) / 3, execution_weight=20 / 3, role="sub_agent"
   )
   for _ in range(2):
     with RolloutStore(path) as store:
       assert _bits(store.execution("g/0")) == _bits(execution)
       if store.execution("g/1") is None:
         store.put_execution(newer)
+        store.put_samples(2, [weighted], {})
   with RolloutStore(path, readonly=True) as store:
     assert store.execution("g/1").calls[0].boundary == "strict"
+    got = [s for step in (1, 2) for s, _ in store.samples(step)]
+  assert _bits(got) == _bits(_in_one_run([sample, weighted]))
 
 
 def test_other_schema_is_refused(tmp_path):
@@ -384,7 +525,7 @@ def test_other_schema_is_refused(tmp_path):
   db = sqlite3.connect(path)
   db.execute("PRAGMA user_version=99")
   db.close()
-  with pytest.raises(StoreError, match=r"schema 99.*reads 2"):
+  with pytest.raises(StoreError, match=r"schema 99.*reads 3"):
     RolloutStore(path)
   with pytest.raises(StoreError, match=r"none\.sqlite"):
     RolloutStore(tmp_path / "none.sqlite", readonly=True)

@@ -246,33 +246,36 @@ def test_the_audit_finds_every_kind_of_drift():
   (sample,) = chosen(calls, mode="once")
   clean = align.audit(iter(calls), [sample])
   assert clean == align.Audit(clean.sampled, clean.sampled, 0)
-  where = np.flatnonzero(sample.mask)
+  where = sample.trained
 
   def broken(**changes):
     return align.audit(calls, [dataclasses.replace(sample, **changes)])
 
-  # A context token in the mask.
-  mask = sample.mask.copy()
-  mask[1] = True
-  assert broken(mask=mask).drift_in_loss == 1
+  def without(keep):
+    names = ("trained", "logprobs", "versions")
+    return broken(**{name: getattr(sample, name)[keep] for name in names})
+
+  # A context token that is trained, in place of the first sampled one.
+  assert where[0] > 1
+  moved = where.copy()
+  moved[0] = 1
+  assert broken(trained=moved).drift_in_loss == 1
   # A token, a logprob, a version that is another.
   ids = sample.ids.copy()
   ids[where[-1]] += 1
-  assert broken(ids=ids).drift_in_loss == 1
+  assert broken(runs=(ids,)).drift_in_loss == 1
   logprobs = sample.logprobs.copy()
-  logprobs[where[0]] = np.nextafter(logprobs[where[0]], np.float32(0))
+  logprobs[0] = np.nextafter(logprobs[0], np.float32(0))
   assert broken(logprobs=logprobs).drift_in_loss == 1
   versions = sample.versions.copy()
-  versions[where[:2]] += 1
+  versions[:2] += 1
   assert broken(versions=versions).drift_in_loss == 2
   # Another context: all that was sampled after it.
   ids = sample.ids.copy()
   ids[0] = END
-  assert broken(ids=ids).drift_in_loss == len(where)
+  assert broken(runs=(ids,)).drift_in_loss == len(where)
   # What is left out of the mask is no drift, but it is not located.
-  mask = sample.mask.copy()
-  mask[where[-2:]] = False
-  lost = broken(mask=mask)
+  lost = without(slice(-2))
   assert lost.drift_in_loss == 0 and lost.located == clean.sampled - 2
 
 

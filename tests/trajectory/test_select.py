@@ -60,9 +60,10 @@ class Truth:
 def masked(sample):
   """(prefix, logprob, version) of each token that a sample trains."""
   ids = sample.ids.tolist()
-  for at in np.flatnonzero(sample.mask):
-    prefix = tuple(ids[: at + 1])
-    yield prefix, sample.logprobs[at], sample.versions[at]
+  for at, *told in zip(
+    sample.trained, sample.logprobs, sample.versions, strict=True
+  ):
+    yield tuple(ids[: at + 1]), *told
 
 
 # --- modes, with everything drawn -----------------------------------------
@@ -82,7 +83,6 @@ def test_once_every_sampled_token_lies_in_exactly_one_mask(calls, seed):
   assert sorted(tuple(s.ids) for s in out.samples) == truth.leaves
   for s in out.samples:  # U shrinks, and nothing trails the last token
     assert s.mask[-1] and s.weights is None and s.execution_weight is None
-    assert not s.logprobs[~s.mask].any() and (s.versions[~s.mask] == -1).all()
   assert out.stats["tokens_trained"] == len(truth.sampled)
   assert not any(v for k, v in out.stats.items() if k.startswith("dropped"))
 
@@ -92,32 +92,18 @@ def test_once_every_sampled_token_lies_in_exactly_one_mask(calls, seed):
 def test_multiplicity_is_each_call_by_itself(calls, seed):
   out = select(calls, mode="multiplicity", seed=seed)
 
-  def flat(ids, mask, logprobs, versions, role):
-    return (
-      tuple(ids),
-      tuple(mask),
-      tuple(np.asarray(logprobs)[mask]),
-      tuple(np.asarray(versions)[mask]),
-      role,
-    )
+  def flat(ids, trained, logprobs, versions, role):
+    return (*map(tuple, (ids, trained, logprobs, versions)), role)
 
   got = [
-    flat(s.ids, s.mask, s.logprobs, s.versions, s.role) for s in out.samples
+    flat(s.ids, s.trained, s.logprobs, s.versions, s.role) for s in out.samples
   ]
   want = []
   for c in Truth(calls).calls:
     n = len(c.prompt_ids)
     ids = np.concatenate([c.prompt_ids, c.completion_ids])
-    pad = np.zeros(n)
-    want.append(
-      flat(
-        ids,
-        np.arange(len(ids)) >= n,
-        np.concatenate([pad, c.logprobs]).astype(np.float32),
-        np.concatenate([pad, c.versions]).astype(np.int32),
-        c.role,
-      )
-    )
+    trained = range(n, len(ids))
+    want.append(flat(ids, trained, c.logprobs, c.versions, c.role))
   assert sorted(got) == sorted(want)
 
 
@@ -307,11 +293,8 @@ def expected_weights(calls, mode, most):
   for (p,), out in outcomes:
     mass += p
     for s in out.samples:
-      weights = s.mask.astype(float) if s.weights is None else s.weights
-      assert not weights[~s.mask].any()
-      for (prefix, logprob, _), w in zip(
-        masked(s), weights[s.mask], strict=True
-      ):
+      weights = np.ones(len(s.trained)) if s.weights is None else s.weights
+      for (prefix, logprob, _), w in zip(masked(s), weights, strict=True):
         if mode == "once":
           unit = prefix
         elif mode == "multiplicity":
@@ -388,8 +371,7 @@ def test_weights_are_des_rajs_on_disjoint_leaves():
       before += values[i].sum()
       rest -= sizes[i]
     got = sum(
-      s.weights[s.mask] @ values[i]
-      for i, s in zip(order, out.samples, strict=True)
+      s.weights @ values[i] for i, s in zip(order, out.samples, strict=True)
     )
     np.testing.assert_allclose(got, np.mean(estimates), rtol=1e-12)
     assert {s.execution_weight for s in out.samples} == {sum(sizes)}
@@ -441,11 +423,9 @@ def test_calls_that_extend_each_other_are_one_sample():
     ]
   ).samples
   np.testing.assert_array_equal(sample.ids, [1, 2, 3, 4, 9, 9, 6])
-  np.testing.assert_array_equal(sample.mask, [0, 0, 1, 1, 0, 0, 1])
-  np.testing.assert_allclose(
-    sample.logprobs, [0, 0, -1, -1.01, 0, 0, -2], atol=1e-6
-  )
-  np.testing.assert_array_equal(sample.versions, [-1, -1, 5, 5, -1, -1, 7])
+  np.testing.assert_array_equal(sample.trained, [2, 3, 6])
+  np.testing.assert_allclose(sample.logprobs, [-1, -1.01, -2], atol=1e-6)
+  np.testing.assert_array_equal(sample.versions, [5, 5, 7])
   assert sample.execution_id == "g/0" and sample.group_id == "g"
 
 
@@ -496,4 +476,4 @@ def test_a_long_conversation_is_one_sample():
     ids = [*ids, n, n + 1, 7]
   (sample,) = select(calls).samples
   np.testing.assert_array_equal(sample.ids, ids[:-1])
-  assert sample.mask.sum() == 400
+  assert len(sample.trained) == 400
