@@ -1,0 +1,1 @@
+"""Decisions: who serves, who trains, which group is consumed when; all pure."""

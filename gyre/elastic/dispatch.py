@@ -1,0 +1,230 @@
+"""The dispatch law, and the queue of groups that it speaks of.
+
+B groups an update, μ updates a burst, φ extra boundary dispatch in units of B
+groups. After replenishment at a boundary Q_b = (φ+μ)B groups are unconsumed.
+Staleness is d = v_t − v_d: the trainer's version just before consumption, less
+the published version at admission.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import itertools
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+  """How much is dispatched, and in which order it is consumed.
+
+  In steady state, for any consumption order that starves no group,
+  E[d] = φ + (μ−1)/2.
+
+  Attributes:
+    phi: φ, extra boundary dispatch in units of `batch` groups.
+    mu: μ, updates a burst.
+    batch: B, groups an update.
+    group_size: N, executions a group.
+    window: W; groups i … i+W−1 may be consumed, i the oldest unconsumed. 1 is
+      FIFO; None is plain completion order, which has no maximum.
+    max_staleness: a group staler than this is dropped and replaced; None: no
+      group is.
+  """
+
+  phi: float
+  mu: int
+  batch: int
+  group_size: int
+  window: int | None = None
+  max_staleness: int | None = None
+
+  def __post_init__(self):
+    for name in ("mu", "batch", "group_size"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+    if self.phi < 0:
+      raise ValueError(f"phi must be >= 0, got {self.phi}")
+    if abs(self.phi * self.batch - self.extra) > 1e-9:
+      raise ValueError(
+        f"phi {self.phi} times batch {self.batch} is no whole number of "
+        f"groups; the nearest phi is {self.extra / self.batch:g}"
+      )
+    if self.window is not None and self.window < 1:
+      raise ValueError(f"window must be >= 1 or None, got {self.window}")
+    if self.max_staleness is not None and self.max_staleness < self.fifo_max:
+      raise ValueError(
+        f"max_staleness {self.max_staleness} is below {self.fifo_max}, the "
+        f"maximum of phi {self.phi}, mu {self.mu} under FIFO"
+      )
+
+  @property
+  def extra(self) -> int:
+    """φB, in groups."""
+    return round(self.phi * self.batch)
+
+  @property
+  def boundary(self) -> int:
+    """Q_b = (φ+μ)B, unconsumed groups after replenishment."""
+    return self.extra + self.mu * self.batch
+
+  @property
+  def fifo_max(self) -> int:
+    """⌈φ⌉ + μ − 1."""
+    return -(-self.extra // self.batch) + self.mu - 1
+
+  def mean(self) -> float:
+    """E[d] in steady state, whatever the order."""
+    return self.extra / self.batch + (self.mu - 1) / 2
+
+  def pmf(self) -> dict[int, float]:
+    """P(d) in steady state under FIFO.
+
+    A group at queue offset y ∈ [φ, φ+μ) has d = ⌊y⌋; with φ = n+θ,
+    P(n) = (1−θ)/μ, P(n+1 … n+μ−1) = 1/μ each, P(n+μ) = θ/μ.
+    """
+    n, rest = divmod(self.extra, self.batch)
+    share = {n + k: self.batch for k in range(self.mu)}
+    share[n] -= rest
+    if rest:
+      share[n + self.mu] = rest
+    return {d: k / (self.mu * self.batch) for d, k in share.items() if k}
+
+  def variance(self) -> float:
+    """Var[d] in steady state under FIFO: (μ²−1)/12 + θ(1−θ)."""
+    theta = fractions.Fraction(self.extra % self.batch, self.batch)
+    return float(fractions.Fraction(self.mu**2 - 1, 12) + theta * (1 - theta))
+
+  def maximum(self) -> int | None:
+    """The largest d trained: ⌈φ⌉ + μ − 1 + ⌈(W−1)/B⌉, or the drop bound.
+
+    None for plain completion order without a bound.
+    """
+    if self.window is None:
+      return self.max_staleness
+    bound = self.fifo_max + -(-(self.window - 1) // self.batch)
+    if self.max_staleness is None:
+      return bound
+    return min(bound, self.max_staleness)
+
+  def cold_start_mean(self, bursts: int) -> float:
+    """Mean d over the first M bursts, whatever the order that ends them.
+
+    With φ = aμ+ρ and M > a:
+    φ + (μ−1)/2 − (φ + μa(a−1)/2 + aρ)/M.
+
+    Raises:
+      ValueError: if M <= a, where the first admission outlasts the run.
+    """
+    a, rest = divmod(self.extra, self.mu * self.batch)
+    if bursts <= a:
+      raise ValueError(
+        f"{bursts} bursts do not outlast phi {self.phi}; it needs > {a}"
+      )
+    rho, phi = rest / self.batch, self.extra / self.batch
+    lag = phi + self.mu * a * (a - 1) / 2 + a * rho
+    return self.mean() - lag / bursts
+
+  def window_for(self, max_staleness: int) -> int:
+    """The widest window whose maximum is `max_staleness`.
+
+    Raises:
+      ValueError: if even FIFO goes beyond it.
+    """
+    room = max_staleness - self.fifo_max
+    if room < 0:
+      raise ValueError(
+        f"max_staleness {max_staleness} is below {self.fifo_max}, the maximum "
+        f"of phi {self.phi}, mu {self.mu} under FIFO"
+      )
+    return 1 + room * self.batch
+
+  def burst_end(self, version: int, steps: int) -> int:
+    """The version at which the burst in which `version` is trained on ends."""
+    return min((version // self.mu + 1) * self.mu, steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """A group not yet consumed.
+
+  Attributes:
+    number: in order of admission.
+    version: v_d, the published version at admission.
+    left: executions not yet ended.
+    scored: executions that ended with a score.
+  """
+
+  number: int
+  version: int
+  left: int
+  scored: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+  """Unconsumed groups.
+
+  Attributes:
+    groups: by number, in order of admission. Never changed in place.
+    whole: numbers of those of which every execution ended, oldest first.
+  """
+
+  groups: Mapping[int, Group] = dataclasses.field(default_factory=dict)
+  whole: tuple[int, ...] = ()
+
+  def __len__(self) -> int:
+    return len(self.groups)
+
+  def admit(self, group: Group) -> Queue:
+    """With one more at its end."""
+    return Queue({**self.groups, group.number: group}, self.whole)
+
+  def ended(self, number: int, scored: bool) -> Queue:
+    """With one execution of a group ended."""
+    group = self.groups[number]
+    group = dataclasses.replace(
+      group, left=group.left - 1, scored=group.scored + scored
+    )
+    whole = self.whole
+    if not group.left:
+      whole = tuple(sorted((*whole, number)))
+    return Queue({**self.groups, number: group}, whole)
+
+  def without(self, numbers: tuple[int, ...]) -> Queue:
+    """Without these, consumed or dropped."""
+    groups = dict(self.groups)
+    for number in numbers:
+      del groups[number]
+    return Queue(groups, tuple(n for n in self.whole if n not in numbers))
+
+  def eligible(self, window: int | None) -> tuple[int, ...]:
+    """Whole groups inside the window, oldest first."""
+    if window is None or not self.whole:
+      return self.whole
+    last = next(itertools.islice(self.groups, window - 1, None), None)
+    if last is None:
+      return self.whole
+    return tuple(n for n in self.whole if n <= last)
+
+  def ready(self, window: int | None, most: int) -> tuple[int, ...]:
+    """Up to `most` groups that can be consumed one after the other.
+
+    The window moves as the oldest groups are consumed.
+    """
+    queue, taken = self, ()
+    while len(taken) < most:
+      now = queue.eligible(window)[: most - len(taken)]
+      if not now:
+        break
+      queue, taken = queue.without(now), taken + now
+    return taken
+
+  def stale(self, oldest: int) -> tuple[Group, ...]:
+    """Groups admitted at a version before `oldest`.
+
+    Versions do not fall in order of admission.
+    """
+    return tuple(
+      itertools.takewhile(lambda g: g.version < oldest, self.groups.values())
+    )

@@ -1,0 +1,286 @@
+"""What is asked for, one function a rule, each of the state alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gyre.elastic import moves, notes
+from gyre.elastic.dispatch import Group
+from gyre.elastic.messages import (
+  Action,
+  Admit,
+  Apply,
+  Consume,
+  Publish,
+  Rehost,
+  Start,
+  Stop,
+  Switch,
+)
+from gyre.elastic.state import State, Transfer
+
+
+def drop_stale(state: State) -> moves.Step:
+  """A group whose staleness would be beyond the maximum is never trained."""
+  if state.law.max_staleness is None or state.over:
+    return state, ()
+  asked: tuple[Action, ...] = ()
+  oldest = state.trainer.version - state.law.max_staleness
+  for group in state.queue.stale(oldest):
+    state, actions = notes.drop(state, group, "stale")
+    asked += actions
+  return state, asked
+
+
+def apply(state: State) -> moves.Step:
+  """A drained update is applied by the core, unless weights are going out."""
+  trainer, fleet = state.trainer, state.fleet
+  if not trainer.drained or trainer.applying:
+    return state, ()
+  if (
+    state.publishing
+    or not fleet.hosted
+    or fleet.posts[fleet.core].role != "train"
+  ):
+    return state, ()
+  trainer = dataclasses.replace(trainer, applying=True)
+  return state.but(trainer=trainer), (Apply(trainer.version + 1),)
+
+
+def publish(state: State) -> moves.Step:
+  """The weights at the end of a burst are published."""
+  if state.trainer.published >= state.boundary or state.transfer:
+    return state, ()
+  action = Publish(state.boundary)
+  return state.but(transfer=Transfer(action)), (action,)
+
+
+def replenish(state: State) -> moves.Step:
+  """Unconsumed groups are brought to Q_b, less what the burst consumed.
+
+  At a boundary these are μB new ones in steady state; at any time one for each
+  group dropped.
+  """
+  trainer, law = state.trainer, state.law
+  done = (trainer.version - trainer.published) * law.batch + len(trainer.claims)
+  wanted = law.boundary - done
+  if not state.endless:
+    left = (state.steps - trainer.version) * law.batch - len(trainer.claims)
+    wanted = min(wanted, left)
+  count = wanted - len(state.queue)
+  if count <= 0 or state.over:
+    return state, ()
+  numbers = range(state.next_group, state.next_group + count)
+  queue = state.queue
+  for number in numbers:
+    queue = queue.admit(Group(number, trainer.published, law.group_size))
+  members = [(g, i) for g in numbers for i in range(law.group_size)]
+  state = state.but(
+    queue=queue,
+    work=state.work.add(members),
+    next_group=numbers.stop,
+    counts=dataclasses.replace(
+      state.counts, dispatched=state.counts.dispatched + len(members)
+    ),
+  )
+  return state, tuple(Admit(number, trainer.published) for number in numbers)
+
+
+def consume(state: State) -> moves.Step:
+  """Whole groups inside the window go into the claim queue of the update.
+
+  With streaming one by one; else B at once, and for a burst's first update
+  when all the burst's are ready. Not before the last burst's weights go out.
+  """
+  trainer, law = state.trainer, state.law
+  room = law.batch - len(trainer.claims)
+  if not state.queue.whole or not room or state.over:
+    return state, ()
+  if trainer.published < state.boundary and not state.publishing:
+    return state, ()
+  needed = 1 if state.streaming else room
+  if not state.streaming and trainer.version == state.boundary:
+    end = law.burst_end(trainer.version, state.steps)
+    needed = (end - trainer.version) * law.batch
+  if len(state.queue.whole) < needed:
+    return state, ()
+  ready = state.queue.ready(law.window, max(needed, room))
+  if len(ready) < needed:
+    return state, ()
+  taken = ready[:room]
+  trainer = dataclasses.replace(trainer, claims=trainer.claims + taken)
+  update = trainer.version + 1
+  state = state.but(trainer=trainer, queue=state.queue.without(taken))
+  return state, tuple(Consume(number, update) for number in taken)
+
+
+def start(state: State) -> moves.Step:
+  """Executions that wait start, in order, where a slot is free."""
+  if not state.work.waiting or state.over:
+    return state, ()
+  free = moves.free_slots(state, len(state.work.waiting))
+  if not free:
+    return state, ()
+  placed = state.work.waiting[: len(free)]
+  again = sum(execution in state.work.since for execution in placed)
+  state = state.but(
+    work=state.work.start(len(free), free, state.now),
+    counts=dataclasses.replace(
+      state.counts, started=state.counts.started + len(free) - again
+    ),
+  )
+  return state, tuple(map(Start, placed, free))
+
+
+def bring_back(state: State) -> moves.Step:
+  """A cell goes to rollout: revived, at the end of its burst, or in need."""
+  if state.transfer:
+    return state, ()
+  state = _renew_core(state)
+  name = _revived(state) or _returning(state) or _needed(state)
+  if name is None:
+    return state, ()
+  return _switch(state, name, "rollout")
+
+
+def _renew_core(state: State) -> State:
+  """The core stays in training iff the next batch is ready and the other
+  cells that serve, or will return to it, cover what is unfinished."""
+  fleet, trainer, law = state.fleet, state.trainer, state.law
+  post = fleet.posts[fleet.core]
+  if post.role != "train" or post.until > trainer.published or state.over:
+    return state
+  room = law.batch - len(trainer.claims)
+  ready = len(state.queue.ready(law.window, room)) == room
+  others = sum(
+    p.cell.slots
+    for p in fleet.posts.values()
+    if p.cell.name != fleet.core
+    and p.role in ("rollout", "train", "to_rollout")
+  )
+  if not ready or state.work.unfinished > others:
+    return state
+  until = law.burst_end(trainer.version, state.steps)
+  return state.but(fleet=fleet.put(fleet.core, until=until))
+
+
+def _revived(state: State) -> str | None:
+  """A cell that is up again and holds nothing; not a trainer."""
+  for post in state.fleet.in_order("down"):
+    if post.back and post.cell.kind != "trainer":
+      return post.cell.name
+  return None
+
+
+def _returning(state: State) -> str | None:
+  """A cell in training whose burst is published: later cells first."""
+  if state.trainer.drained:
+    return None
+  for post in reversed(state.fleet.in_order("train")):
+    if post.cell.borrows and post.until <= state.trainer.published:
+      return post.cell.name
+  return None
+
+
+def _needed(state: State) -> str | None:
+  """A cell called back in mid-burst, as what is unfinished grew.
+
+  A satellite if w > C_R (a group was replaced, a cell died); the core only if
+  nothing serves and the update lacks groups.
+  """
+  work, trainer, law = state.work, state.trainer, state.law
+  if not work.waiting or work.unfinished <= state.fleet.capacity:
+    return None
+  if state.over or trainer.drained:
+    return None
+  for post in reversed(state.fleet.in_order("train")):
+    if post.cell.kind == "trainer":
+      continue
+    if post.cell.name != state.fleet.core:
+      return post.cell.name
+    lacks = len(trainer.claims) < law.batch
+    if lacks and not state.fleet.capacity:
+      return post.cell.name
+  return None
+
+
+def _switch(state: State, name: str, role: str) -> moves.Step:
+  """Asks for a transfer; what the cell runs is moved before."""
+  post = state.fleet.posts[name]
+  ticket = state.counts.tickets + 1
+  counts = dataclasses.replace(state.counts, tickets=ticket)
+  if role == "rollout":
+    action = Switch(name, "rollout", ticket)
+    fleet = state.fleet.put(name, role="to_rollout")
+    actions: tuple[Action, ...] = ()
+  else:
+    state, actions = moves.vacate(state, name)
+    until = state.law.burst_end(state.trainer.version, state.steps)
+    fleet = state.fleet.put(name, role="to_train", until=until)
+    hosted = state.fleet.hosted
+    action = Switch(name, "train", ticket) if hosted else Rehost(name, ticket)
+  transfer = Transfer(action, before=post.role)
+  state = state.but(fleet=fleet, transfer=transfer, counts=counts)
+  return state, (*actions, action)
+
+
+def _trainable(state: State) -> bool:
+  """Whether there is something to train on, or to apply."""
+  trainer, fleet = state.trainer, state.fleet
+  core_trains = fleet.hosted and fleet.posts[fleet.core].role == "train"
+  return bool(trainer.claims) and not (trainer.drained and core_trains)
+
+
+def rehost(state: State) -> moves.Step:
+  """A lost core's state goes to a cell that serves nobody, if there is one.
+
+  A trainer that is up again, or the first satellite in training. Otherwise the
+  next cell that leaves rollout becomes the core.
+  """
+  if state.transfer or state.fleet.hosted or state.over:
+    return state, ()
+  for post in state.fleet.in_order(None):
+    trainer = post.role == "down" and post.back and not post.cell.borrows
+    if trainer or post.role == "train":
+      return _switch(state, post.cell.name, "train")
+  return state, ()
+
+
+def leave(state: State) -> moves.Step:
+  """The next cell in order leaves rollout for training, if the policy lets it.
+
+  The waterlevel: iff w ≤ C_R − C_e and there is something to train on.
+  """
+  if state.transfer or state.over or not _trainable(state):
+    return state, ()
+  for post in state.fleet.in_order("rollout"):
+    if not post.cell.borrows:
+      continue
+    if state.policy.leaves(state, post.cell.name):
+      return _switch(state, post.cell.name, "train")
+    break
+  return state, ()
+
+
+def stop(state: State) -> moves.Step:
+  """The run ends when its weights are out and borrowed cells are back."""
+  if not state.over or state.trainer.published < state.steps or state.transfer:
+    return state, ()
+  if any(p.cell.borrows for p in state.fleet.in_order("train")):
+    return state, ()
+  return (state, ()) if state.stopped else (state.but(stopped=True), (Stop(),))
+
+
+#: In the order in which they are applied.
+RULES = (
+  drop_stale,
+  apply,
+  publish,
+  replenish,
+  consume,
+  start,
+  bring_back,
+  rehost,
+  leave,
+  stop,
+)

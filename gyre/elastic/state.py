@@ -1,0 +1,146 @@
+"""The state of the scheduler: everything that a decision depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gyre.elastic import cells, dispatch, placement, policies
+from gyre.elastic.messages import Publish, Rehost, Switch
+from gyre.elastic.placement import Execution
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """How far training is.
+
+  Attributes:
+    version: v_t, updates applied.
+    published: the version that engines serve.
+    claims: groups consumed for update version + 1, in order.
+    drained: all of them are trained.
+    applying: the optimizer step was asked for.
+  """
+
+  version: int = 0
+  published: int = 0
+  claims: tuple[int, ...] = ()
+  drained: bool = False
+  applying: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+  """The one action under way of those that come one after the other.
+
+  Attributes:
+    action: what was asked for.
+    before: the role of its cell before, to which a failure returns.
+  """
+
+  action: Switch | Rehost | Publish
+  before: cells.Role | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+  """Totals since the beginning.
+
+  Attributes:
+    dispatched, started, terminated: d(t), p(t), f(t), in executions.
+    stale, lost: groups dropped.
+    tickets: transfers asked for.
+  """
+
+  dispatched: int = 0
+  started: int = 0
+  terminated: int = 0
+  stale: int = 0
+  lost: int = 0
+  tickets: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+  """What a stored run knows, to go on from.
+
+  Attributes:
+    version: the trainer's, of the newest commit.
+    groups: (number, v_d) of each group admitted and not in a commit, in order
+      of admission; groups consumed for an update that was not committed too.
+    finished: (execution, scored) of those groups' ended executions.
+    consumed: numbers in commits, in any order. They must be B an update.
+    dropped: numbers of dropped groups, whose numbers are not used again.
+    published: the version that the engines serve at the beginning; None for
+      the end of the last burst at or before `version`.
+  """
+
+  version: int
+  groups: tuple[tuple[int, int], ...] = ()
+  finished: tuple[tuple[Execution, bool], ...] = ()
+  consumed: tuple[int, ...] = ()
+  dropped: tuple[int, ...] = ()
+  published: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+  """Kept, compared and stored like a value; mappings are never changed.
+
+  Attributes:
+    layout: the cells of the run.
+    law: of dispatch.
+    policy: the free choices.
+    steps: updates of the run.
+    streaming: groups are consumed as soon as they are whole and eligible; else
+      B at once, and a burst begins when all its groups are ready.
+    endless: groups are admitted as if the run had no end; else no more than
+      its updates consume.
+    seed: of whatever a policy draws.
+    now: time of the latest event.
+    begun, stopped: whether Begin was seen, and Stop asked for.
+    next_group: number of the next group.
+    fleet: the cells' roles.
+    trainer: how far training is.
+    queue: unconsumed groups.
+    work: unfinished executions.
+    transfer: what is under way, or None.
+    counts: totals.
+  """
+
+  layout: cells.Layout
+  law: dispatch.Law
+  policy: policies.Policy
+  steps: int
+  streaming: bool
+  endless: bool
+  seed: int
+  fleet: cells.Fleet
+  queue: dispatch.Queue
+  work: placement.Work
+  trainer: Trainer = Trainer()
+  counts: Counts = Counts()
+  transfer: Transfer | None = None
+  next_group: int = 0
+  now: float = 0.0
+  begun: bool = False
+  stopped: bool = False
+
+  @property
+  def over(self) -> bool:
+    """Every update is applied."""
+    return self.trainer.version >= self.steps
+
+  @property
+  def boundary(self) -> int:
+    """The version at the end of the last burst that is over."""
+    version = self.trainer.version
+    return version if self.over else version - version % self.law.mu
+
+  @property
+  def publishing(self) -> bool:
+    """Whether weights are going out."""
+    return self.transfer is not None and self.transfer.before is None
+
+  def but(self, **changes) -> State:
+    """With some fields changed."""
+    return dataclasses.replace(self, **changes)
