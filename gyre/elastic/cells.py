@@ -231,10 +231,17 @@ class Fleet:
 
     The present core, then the others as in the layout, then the standalone.
     """
-    posts = [p for p in self.posts.values() if role in (None, p.role)]
-    return sorted(
-      posts,
-      key=lambda p: (p.cell.kind == "standalone", p.cell.name != self.core),
+    if role is None:
+      return list(self._order)
+    return [p for p in self._order if p.role == role]
+
+  @functools.cached_property
+  def _order(self) -> tuple[Post, ...]:
+    return tuple(
+      sorted(
+        self.posts.values(),
+        key=lambda p: (p.cell.kind == "standalone", p.cell.name != self.core),
+      )
     )
 
   def put(self, name: str, **changes) -> Fleet:

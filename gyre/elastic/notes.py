@@ -25,7 +25,7 @@ from gyre.elastic.state import State, Trainer
 
 
 def _begin(state: State, event: Begin) -> moves.Step:
-  return state.but(begun=True), ()
+  return state.but(phase="running"), ()
 
 
 def _finished(state: State, event: Finished) -> moves.Step:

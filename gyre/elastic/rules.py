@@ -64,8 +64,10 @@ def replenish(state: State) -> moves.Step:
   trainer, law = state.trainer, state.law
   done = (trainer.version - trainer.published) * law.batch + len(trainer.claims)
   wanted = law.boundary - done
-  if not state.endless:
-    left = (state.steps - trainer.version) * law.batch - len(trainer.claims)
+  if not state.plan.endless:
+    left = (state.plan.steps - trainer.version) * law.batch - len(
+      trainer.claims
+    )
     wanted = min(wanted, left)
   count = wanted - len(state.queue)
   if count <= 0 or state.over:
@@ -98,9 +100,9 @@ def consume(state: State) -> moves.Step:
     return state, ()
   if trainer.published < state.boundary and not state.publishing:
     return state, ()
-  needed = 1 if state.streaming else room
-  if not state.streaming and trainer.version == state.boundary:
-    end = law.burst_end(trainer.version, state.steps)
+  needed = 1 if state.plan.streaming else room
+  if not state.plan.streaming and trainer.version == state.boundary:
+    end = law.burst_end(trainer.version, state.plan.steps)
     needed = (end - trainer.version) * law.batch
   if len(state.queue.whole) < needed:
     return state, ()
@@ -160,7 +162,7 @@ def _renew_core(state: State) -> State:
   )
   if not ready or state.work.unfinished > others:
     return state
-  until = law.burst_end(trainer.version, state.steps)
+  until = law.burst_end(trainer.version, state.plan.steps)
   return state.but(fleet=fleet.put(fleet.core, until=until))
 
 
@@ -215,7 +217,7 @@ def _switch(state: State, name: str, role: str) -> moves.Step:
     actions: tuple[Action, ...] = ()
   else:
     state, actions = moves.vacate(state, name)
-    until = state.law.burst_end(state.trainer.version, state.steps)
+    until = state.law.burst_end(state.trainer.version, state.plan.steps)
     fleet = state.fleet.put(name, role="to_train", until=until)
     hosted = state.fleet.hosted
     action = Switch(name, "train", ticket) if hosted else Rehost(name, ticket)
@@ -256,7 +258,7 @@ def leave(state: State) -> moves.Step:
   for post in state.fleet.in_order("rollout"):
     if not post.cell.borrows:
       continue
-    if state.policy.leaves(state, post.cell.name):
+    if state.plan.policy.leaves(state, post.cell.name):
       return _switch(state, post.cell.name, "train")
     break
   return state, ()
@@ -264,11 +266,13 @@ def leave(state: State) -> moves.Step:
 
 def stop(state: State) -> moves.Step:
   """The run ends when its weights are out and borrowed cells are back."""
-  if not state.over or state.trainer.published < state.steps or state.transfer:
+  if not state.over or state.transfer or state.stopped:
+    return state, ()
+  if state.trainer.published < state.plan.steps:
     return state, ()
   if any(p.cell.borrows for p in state.fleet.in_order("train")):
     return state, ()
-  return (state, ()) if state.stopped else (state.but(stopped=True), (Stop(),))
+  return state.but(phase="stopped"), (Stop(),)
 
 
 #: In the order in which they are applied.

@@ -43,7 +43,7 @@ from gyre.elastic.messages import (
   SwitchFailed,
 )
 from gyre.elastic.placement import Execution
-from gyre.elastic.state import Resumed, State, Trainer
+from gyre.elastic.state import Plan, Resumed, State, Trainer
 
 __all__ = [
   "Action",
@@ -112,14 +112,9 @@ def begin(
         f"policy {policy!r} is none of {sorted(policies.POLICIES)}"
       )
     policy = policies.POLICIES[policy]
+  plan = Plan(layout, law, policy, steps, streaming, endless, seed)
   state = State(
-    layout=layout,
-    law=law,
-    policy=policy,
-    steps=steps,
-    streaming=streaming,
-    endless=endless,
-    seed=seed,
+    plan=plan,
     fleet=cells.fleet(layout),
     queue=dispatch.Queue(),
     work=placement.Work(),
@@ -134,7 +129,8 @@ def decide(state: State, event: Event) -> moves.Step:
   is not under way, an update that is not the present one, a cell's earlier
   life) changes nothing. Nothing happens before Begin nor after Stop.
   """
-  if state.stopped or not (state.begun or isinstance(event, Begin)):
+  first = isinstance(event, Begin)
+  if state.phase != ("new" if first else "running"):
     return state, ()
   state = state.but(now=max(state.now, event.time))
   state, actions = notes.NOTES[type(event)](state, event)
@@ -164,6 +160,13 @@ def _resumed(state: State, resume: Resumed) -> State:
     raise ValueError(f"groups {twice} are both in commits and unconsumed")
   boundary = state.but(trainer=Trainer(version=resume.version)).boundary
   published = boundary if resume.published is None else resume.published
+  if not 0 <= boundary - published <= law.mu or published % law.mu:
+    at_end = published == boundary == state.plan.steps
+    if not at_end:
+      raise ValueError(
+        f"published version {published} at version {resume.version} ends no "
+        f"burst of {law.mu} updates, or one too long ago"
+      )
   queue = dispatch.Queue()
   for number, version in sorted(resume.groups):
     queue = queue.admit(Group(number, version, law.group_size))

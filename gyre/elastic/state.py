@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from gyre.elastic import cells, dispatch, placement, policies
 from gyre.elastic.messages import Publish, Rehost, Switch
@@ -83,8 +84,8 @@ class Resumed:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-  """Kept, compared and stored like a value; mappings are never changed.
+class Plan:
+  """What does not change in a run.
 
   Attributes:
     layout: the cells of the run.
@@ -96,24 +97,35 @@ class State:
     endless: groups are admitted as if the run had no end; else no more than
       its updates consume.
     seed: of whatever a policy draws.
-    now: time of the latest event.
-    begun, stopped: whether Begin was seen, and Stop asked for.
-    next_group: number of the next group.
-    fleet: the cells' roles.
-    trainer: how far training is.
-    queue: unconsumed groups.
-    work: unfinished executions.
-    transfer: what is under way, or None.
-    counts: totals.
   """
 
   layout: cells.Layout
   law: dispatch.Law
   policy: policies.Policy
   steps: int
-  streaming: bool
-  endless: bool
-  seed: int
+  streaming: bool = True
+  endless: bool = False
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+  """Kept, compared and stored like a value; mappings are never changed.
+
+  Attributes:
+    plan: what does not change.
+    fleet: the cells' roles.
+    queue: unconsumed groups.
+    work: unfinished executions.
+    trainer: how far training is.
+    counts: totals.
+    transfer: what is under way, or None.
+    next_group: number of the next group.
+    now: time of the latest event.
+    phase: "new" before Begin, "stopped" after Stop.
+  """
+
+  plan: Plan
   fleet: cells.Fleet
   queue: dispatch.Queue
   work: placement.Work
@@ -122,13 +134,22 @@ class State:
   transfer: Transfer | None = None
   next_group: int = 0
   now: float = 0.0
-  begun: bool = False
-  stopped: bool = False
+  phase: Literal["new", "running", "stopped"] = "new"
+
+  @property
+  def law(self) -> dispatch.Law:
+    """The dispatch law."""
+    return self.plan.law
+
+  @property
+  def stopped(self) -> bool:
+    """Whether Stop was asked for."""
+    return self.phase == "stopped"
 
   @property
   def over(self) -> bool:
     """Every update is applied."""
-    return self.trainer.version >= self.steps
+    return self.trainer.version >= self.plan.steps
 
   @property
   def boundary(self) -> int:
