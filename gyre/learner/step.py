@@ -13,6 +13,7 @@ splits entries, not the vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,8 +69,22 @@ def zero_sums(params: Any, version: Any = 0) -> GradSums:
   )
 
 
+def abstract_sums(layout: Layout) -> GradSums:
+  """GradSums of ShapeDtypeStruct over the layout's mesh, for restoring."""
+  params = params_lib.abstract_params(layout.specs)
+  where, sums = layout.sums(), jax.eval_shape(zero_sums, params)
+
+  def place(sharding, subtree):
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+      subtree,
+    )
+
+  return jax.tree.map(place, where, sums)
+
+
 def combine_sums(a: GradSums, b: GradSums) -> GradSums:
-  """Sums of two disjoints parts of a batch, as cells combine theirs.
+  """Sums of two disjoint parts of a batch, as cells combine theirs.
 
   Adding `zero_sums` changes nothing.
   """
@@ -383,6 +398,70 @@ def make_train_step(
   return _edge(jitted, learner, layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """The jitted parts of an update over one mesh, which share their compiles.
+
+  Attributes:
+    layout: where everything lies.
+    micro_step: of make_micro_step.
+    fused: of make_train_step.
+    apply: of make_apply.
+    zeros: (params, version) -> GradSums of nothing.
+    combine: (GradSums, GradSums) -> their sum; both are used up.
+  """
+
+  layout: Layout
+  micro_step: Callable[..., GradSums]
+  fused: Callable[..., tuple[state.TrainState, dict[str, Any]]]
+  apply: Callable[..., tuple[state.TrainState, dict[str, Any]]]
+  zeros: Callable[[Any, Any], GradSums]
+  combine: Callable[[GradSums, GradSums], GradSums]
+
+  def update(
+    self,
+    old: state.TrainState,
+    batches: Sequence[Batch],
+    *,
+    extras: Sequence[Extras] | None = None,
+  ) -> tuple[state.TrainState, dict[str, Any]]:
+    """One optimizer step of a state (donated) on one or more micro-steps."""
+    if not batches:
+      raise ValueError("an update needs at least one micro-step, got 0")
+    extras = [Extras()] * len(batches) if extras is None else extras
+    if len(batches) == 1:
+      return self.fused(old, batches[0], extras=extras[0])
+    sums = self.zeros(old.params, old.version)
+    for batch, extra in zip(batches, extras, strict=True):
+      sums = self.micro_step(old.params, batch, sums, extras=extra)
+    return self.apply(old, sums)
+
+
+def make_programs(
+  model_cfg: ModelConfig,
+  learner: config.Learner,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  mesh: Mesh | None = None,
+  **options: Any,
+) -> Programs:
+  """Builds the parts of an update; arguments as for make_train_step."""
+  specs = options.get("specs") or params_lib.param_specs(model_cfg)
+  rules = options.get("rules", params_lib.DEFAULT_RULES)
+  layout = Layout(specs, mesh, rules)
+  sums = layout.sums()
+  return Programs(
+    layout=layout,
+    micro_step=make_micro_step(model_cfg, learner, mesh, **options),
+    fused=make_train_step(
+      model_cfg, learner, optimizer, schedule, mesh, **options
+    ),
+    apply=make_apply(optimizer, schedule, mesh, specs=specs, rules=rules),
+    zeros=layout.jit(zero_sums, (layout.params(), layout.whole()), sums),
+    combine=layout.jit(combine_sums, (sums, sums), sums, donate_argnums=(0, 1)),
+  )
+
+
 def make_update(
   model_cfg: ModelConfig,
   learner: config.Learner,
@@ -400,34 +479,9 @@ def make_update(
     as many Extras; it takes make_train_step's program for one micro-step, and
     otherwise accumulates.
   """
-  fused = make_train_step(
+  return make_programs(
     model_cfg, learner, optimizer, schedule, mesh, **options
-  )
-  micro_step = make_micro_step(model_cfg, learner, mesh, **options)
-  specs = options.get("specs") or params_lib.param_specs(model_cfg)
-  layout = Layout(specs, mesh, options.get("rules", params_lib.DEFAULT_RULES))
-  apply = make_apply(optimizer, schedule, mesh, specs=specs, rules=layout.rules)
-  zeros = layout.jit(
-    zero_sums, (layout.params(), layout.whole()), layout.sums()
-  )
-
-  def update(
-    old: state.TrainState,
-    batches: Sequence[Batch],
-    *,
-    extras: Sequence[Extras] | None = None,
-  ):
-    if not batches:
-      raise ValueError("an update needs at least one micro-step, got 0")
-    extras = [Extras()] * len(batches) if extras is None else extras
-    if len(batches) == 1:
-      return fused(old, batches[0], extras=extras[0])
-    sums = zeros(old.params, old.version)
-    for batch, extra in zip(batches, extras, strict=True):
-      sums = micro_step(old.params, batch, sums, extras=extra)
-    return apply(old, sums)
-
-  return update
+  ).update
 
 
 def make_score(

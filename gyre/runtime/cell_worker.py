@@ -1,232 +1,481 @@
-"""One cell: a trainer and an engine on the devices they share.
+"""The cells of this process: sub-meshes of its devices.
 
-With the in-process launcher the cell is called directly. The trainer trains
-while the engine has nothing to do, and the engine serves while the trainer
-waits; weights go from one to the other as arrays.
+A cell has a trainer and an engine on the same devices; one of them holds
+their memory at a time. What touches arrays runs in the cell's own thread, in
+the order asked for, so that the event loop serves the other cells meanwhile.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import concurrent.futures
 import os
-from collections.abc import Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gyre.config import Config, Learner, Optim
-from gyre.learner import optim, step
-from gyre.learner import state as state_lib
+from gyre import config as config_lib
+from gyre.config import Config
+from gyre.learner import packing, step
 from gyre.learner.objective import Extras
-from gyre.learner.packing import Packed
-from gyre.learner.state import TrainState
-from gyre.models import params as params_lib
-from gyre.models.config import ModelConfig
+from gyre.models import load
+from gyre.rollout.engine import Engine
 from gyre.rollout.jax_engine import JaxEngine
-from gyre.runtime import reshard
+from gyre.runtime import publish, reshard
+from gyre.runtime.cell import CellError, Sums
+from gyre.runtime.trainer import SKIPPED, Trainer
+from gyre.store import manifest
+from gyre.types import Batch, Snapshot
 
-SKIPPED = {
-  "loss/policy": 0.0,
-  "loss/kl": 0.0,
-  "loss/entropy": 0.0,
-  "ratio/clip_fraction": 0.0,
-  "mismatch/logprob_abs_diff": 0.0,
-  "mismatch/kl": 0.0,
-  "staleness/mean": 0.0,
-  "staleness/max": 0,
-  "optim/grad_norm": 0.0,
-  "optim/lr": 0.0,
-}
+MakeEngine = Callable[[Any, int], Engine]
 
 
-def supervised(learner: Learner) -> Learner:
-  """Returns the objective of supervised training: REINFORCE, advantage 1."""
-  return dataclasses.replace(
-    learner,
-    loss="reinforce",
-    aggregation="token_mean",
-    correction="none",
-    kl_coef=0.0,
-    entropy_coef=0.0,
-    updates_per_batch=1,
-  )
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+  """Returns the micro-step with empty rows added up to a multiple.
 
-
-class Trainer:
-  """The learner's step over a mesh, with its state.
-
-  Attributes:
-    state: the TrainState, or None before `init` or `restore`.
+  A row without tokens and entries adds nothing to any sum, so a micro-step
+  fits every cell's mesh, whatever mesh it was made for.
   """
+  rows, tokens = batch.tokens.shape
+  missing = -rows % multiple
+  if not missing:
+    return batch
+  empty = packing.empty_batch(missing, tokens, batch.entry_parent.shape[1])
+  return jax.tree.map(lambda x, e: np.concatenate([x, e]), batch, empty)
 
-  def __init__(
-    self,
-    model_cfg: ModelConfig,
-    mesh: jax.sharding.Mesh,
-    config: Config,
-    *,
-    learner: Learner | None = None,
-    optimizer: Optim | None = None,
-    total_steps: int = 0,
-    temperature: float | None = None,
-  ):
-    """Builds the programs; nothing is compiled before the first step.
 
-    Args:
-      model_cfg: the model.
-      mesh: of axes data, fsdp, tensor.
-      config: the run's.
-      learner, optimizer: of another phase; default the configuration's.
-      total_steps: of the schedule; default run.steps with all its updates.
-      temperature: at which logprobs are scored; default the rollout's.
-    """
-    self.learner = learner or config.learner
-    self.mesh, self.model_cfg = mesh, model_cfg
-    optimizer = optimizer or config.optim
-    total = total_steps or config.run.steps * self.learner.updates_per_batch
-    self.specs = params_lib.param_specs(
-      model_cfg, layout=config.model.layout, dtype=jnp.float32
-    )
-    self.optimizer = optim.make_optimizer(
-      optimizer, total, mask=optim.decay_mask(self.specs)
-    )
-    dtype = config.model.dtype
-    self.options = {
-      "specs": self.specs,
-      "temperature": temperature or config.rollout.temperature,
-      "dtype": None if dtype == "float32" else dtype,
-    }
-    schedule = optim.make_schedule(optimizer, total)
-    self._update = step.make_update(
-      model_cfg,
-      self.learner,
-      self.optimizer,
-      schedule,
-      mesh,
-      remat=config.model.remat,
-      **self.options,
-    )
-    self._score = step.make_score(model_cfg, mesh, **self.options)
-    self.state: TrainState | None = None
-    self.reference: Any = None
+def _pad_extras(extras: Extras, padded: Batch) -> Extras:
+  rows = padded.tokens.shape[0]
 
-  @property
-  def row_multiple(self) -> int:
-    """Rows of a micro-step are a multiple of this: data * fsdp."""
-    return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+  def pad(x):
+    x = np.asarray(x)
+    return np.concatenate([x, np.zeros((rows - len(x), *x.shape[1:]), x.dtype)])
 
-  def abstract(self) -> TrainState:
-    """Returns shapes and shardings of the state, to restore into."""
-    return state_lib.abstract_state(self.specs, self.optimizer, self.mesh)
-
-  def init(self, params: Any, seed: int, version: int = 0) -> None:
-    """Takes first weights, with an optimizer that has seen nothing."""
-    self.state = state_lib.init_state(
-      params,
-      self.optimizer,
-      jax.random.key(seed),
-      specs=self.specs,
-      mesh=self.mesh,
-      version=version,
-    )
-
-  def save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
-    """Commits the full state; see reshard.save."""
-    reshard.save(self.state, directory, meta)
-
-  def restore(self, directory: os.PathLike) -> Mapping[str, Any]:
-    """Takes the full state of a checkpoint; returns its meta."""
-    self.state, meta = reshard.restore(directory, self.abstract())
-    return meta
-
-  def restore_params(self, directory: os.PathLike) -> Any:
-    """Returns the weights alone of a checkpoint; the state is untouched."""
-    abstract = {"params": self.abstract().params}
-    return reshard.restore(directory, abstract)[0]["params"]
-
-  def set_version(self, version: int) -> None:
-    """Numbers the weights, also where a batch took several updates or none."""
-    where = self.state.version.sharding
-    number = jax.device_put(np.int32(version), where)
-    self.state = self.state.replace(version=number)
-
-  def train(self, packed: Packed) -> dict[str, float]:
-    """Trains on a batch, learner.updates_per_batch times.
-
-    Args:
-      packed: its micro-steps; none leaves the state as it is.
-
-    Returns:
-      loss/*, ratio/*, mismatch/* and so on, means over the updates; mismatch
-      and staleness are those of the first.
-    """
-    if not packed.batches:
-      return dict(SKIPPED)
-    rows: list[dict[str, Any]] = []
-    extras = self._extras(packed)
-    for _ in range(self.learner.updates_per_batch):
-      self.state, metrics = self._update(
-        self.state, packed.batches, extras=extras
-      )
-      rows.append(jax.device_get(metrics))
-    out = {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}
-    # Later updates move away from the sampler; that is no mismatch.
-    for name in ("mismatch/logprob_abs_diff", "mismatch/kl"):
-      out[name] = float(rows[0][name])
-    out["staleness/mean"] = float(rows[0]["staleness/mean"])
-    out["staleness/max"] = int(rows[0]["staleness/max"])
-    return out
-
-  def _extras(self, packed: Packed) -> Sequence[Extras] | None:
-    if not self.learner.kl_coef:
-      return None
-    if self.reference is None:
-      raise ValueError("learner.kl_coef needs reference weights")
-    return [
-      Extras(logp_reference=self._score(self.reference, batch))
-      for batch in packed.batches
-    ]
+  return jax.tree.map(pad, extras)
 
 
 class CellWorker:
-  """The in-process cell: a trainer and an embedded engine."""
+  """A satellite, or a cell that only serves; see cell.Worker."""
 
   def __init__(
     self,
     name: str,
-    model_cfg: ModelConfig,
-    config: Config,
     trainer: Trainer,
+    config: Config,
+    *,
+    make_engine: MakeEngine | None = None,
   ):
-    """Names the cell; the engine starts with `start_engine`.
+    """Names the cell; it holds nothing before `serve` or `join`.
 
     Args:
       name: "cell 0".
-      model_cfg: the model.
+      trainer: the step over the cell's mesh.
       config: rollout and agent sections shape the engine.
-      trainer: of this cell.
+      make_engine: (weights, version) -> an engine that starts; None: the
+        embedded one, on the first device of the mesh.
     """
     self.name, self.trainer = name, trainer
-    self._model_cfg, self._config = model_cfg, config
-    self.engine: JaxEngine | None = None
+    self.engine: Engine | None = None
+    self.role = "idle"
+    self.reference: Any = None
+    self._config = config
+    self._make_engine = make_engine or self._embedded
+    self._params: Any = None
+    self._placed_reference: Any = None
+    self._sums: step.GradSums | None = None
+    self._version = 0
+    self._engine_at: Any = None
+    self._thread = concurrent.futures.ThreadPoolExecutor(
+      1, thread_name_prefix=name
+    )
 
-  def start_engine(self, params: Any, version: int) -> JaxEngine:
-    """Starts the engine with weights; it copies them."""
-    self.engine = JaxEngine(
+  @property
+  def row_multiple(self) -> int:
+    """See cell.Worker."""
+    return self.trainer.row_multiple
+
+  async def _do(self, f: Callable[..., Any], *args: Any) -> Any:
+    """Runs f in the cell's thread, after what was asked for before."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(self._thread, f, *args)
+
+  # Serving.
+
+  def _embedded(self, params: Any, version: int) -> JaxEngine:
+    return JaxEngine(
       params,
-      self._model_cfg,
+      self.trainer.model_cfg,
       version=version,
       rollout=self._config.rollout,
       max_context=self._config.agent.max_context,
       deterministic=self._config.run.deterministic,
-      name="engine 0",
+      device=self.trainer.mesh.devices.flat[0],
+      name=self.name.replace("cell", "engine"),
     )
+
+  def start_engine(self, params: Any, version: int) -> Engine:
+    """Starts the engine with weights; it copies them."""
+    self._engine_at = self.trainer.mesh.devices.flat[0]
+    self.engine = self._make_engine(params, version)
     return self.engine
 
+  async def serve(self, weights: Any, version: int) -> None:
+    """See cell.Worker."""
+    await self._do(self._free_training)
+    self.role = "idle"
+    if self.engine is None:
+      weights = await self._do(self._read, weights, version)
+      await self.start_engine(weights, version).ready()
+    else:
+      if not _for_engines(weights):
+        weights = await self._do(self._read, weights, version)
+      await self.engine.wake()
+      await publish.publish(self.engine, weights, version)
+    self.role = "rollout"
+
+  def _free_training(self) -> None:
+    """Frees every array of training; in the thread."""
+    _delete(self._params, self._placed_reference, self._sums)
+    self._params = self._placed_reference = self._sums = None
+
+  # Training.
+
+  async def join(self, weights: Any, version: int) -> None:
+    """See cell.Worker."""
+    if self._sums is not None:
+      raise CellError(
+        f"{self.name} holds sums at version {self._version}: take or reset "
+        f"them before it joins at version {version}"
+      )
+    if isinstance(weights, Snapshot):
+      # Before the engine gives up anything.
+      await self._do(manifest.verify, weights.path)
+    slept = self.engine is not None and not self.engine.stats().asleep
+    if slept:
+      await self.engine.sleep()
+    try:
+      await self._do(self._place, weights, version)
+    except Exception:
+      await self._do(self._free_training)
+      if slept:
+        await self.engine.wake()
+      raise
+    self._version, self.role = version, "train"
+
+  def _place(self, weights: Any, version: int) -> None:
+    """Takes weights onto the cell's mesh, as copies; in the thread."""
+    _delete(self._params)
+    self._params = None
+    self._params = self._read(weights, version, verified=True, copy=True)
+
+  def _read(
+    self, weights: Any, version: int, *, verified=False, copy=False
+  ) -> Any:
+    """Weights as arrays: a Snapshot's are read onto the cell's mesh."""
+    if isinstance(weights, Snapshot):
+      if weights.version != version:
+        raise CellError(
+          f"{weights.path} holds version {weights.version}, not {version}"
+        )
+      if _for_engines(weights):
+        layout = self._config.model.layout
+        return load.load_hf_dir(
+          weights.path, layout=layout, mesh=self.trainer.mesh
+        )[1]
+      abstract = self.trainer.abstract()
+      got, _ = reshard.restore(
+        weights.path,
+        {"params": abstract.params, "version": abstract.version},
+        verified=verified,
+      )
+      if int(got["version"]) != version:
+        raise CellError(
+          f"{weights.path} holds version {int(got['version'])}, not {version}"
+        )
+      return got["params"]
+    if not copy:
+      return weights
+    return reshard.put(weights, self.trainer.programs.layout.params())
+
+  async def work(self, batch: Batch, extras: Extras | None = None) -> Extras:
+    """See cell.Worker."""
+    self._check_trains()
+    return await self._do(self._work, batch, extras)
+
+  def _check_trains(self) -> None:
+    if self.role != "train":
+      raise CellError(f"{self.name} is in role {self.role!r}, not 'train'")
+
+  def _weights(self) -> Any:
+    return self._params
+
+  def _work(self, batch: Batch, extras: Extras | None) -> Extras:
+    rows = batch.tokens.shape[0]
+    padded = pad_rows(batch, self.row_multiple)
+    extras = extras or Extras()
+    if self.trainer.learner.kl_coef and extras.logp_reference is None:
+      logp = self.trainer.score(self._reference(), padded)
+      extras = extras.replace(logp_reference=np.asarray(logp)[:rows])
+    programs, params = self.trainer.programs, self._weights()
+    if self._sums is None:
+      self._sums = programs.zeros(params, np.int32(self._version))
+    self._sums = programs.micro_step(
+      params, padded, self._sums, extras=_pad_extras(extras, padded)
+    )
+    jax.block_until_ready(self._sums.counts.tokens)
+    return extras
+
+  def _reference(self) -> Any:
+    if self._placed_reference is None:
+      if self.reference is None:
+        raise CellError(f"{self.name}: kl_coef needs reference weights")
+      weights = self.reference
+      version = weights.version if isinstance(weights, Snapshot) else 0
+      self._placed_reference = self._read(weights, version, copy=True)
+    return self._placed_reference
+
+  async def sums(self) -> Sums:
+    """See cell.Worker; arrays stay on the cell's mesh."""
+    self._check_trains()
+    return await self._do(self._take)
+
+  def _take(self) -> Sums:
+    taken, self._sums = self._sums, None
+    return {} if taken is None else reshard.named_leaves(taken)
+
+  async def reset(self) -> None:
+    """See cell.Worker."""
+    await self._do(self._reset)
+
+  def _reset(self) -> None:
+    _delete(self._sums)
+    self._sums = None
+
   async def close(self) -> None:
-    """Ends the engine."""
+    """See cell.Worker."""
     if self.engine is not None:
       await self.engine.close()
       self.engine = None
+    await self._do(self._free_training)
+    self.role = "idle"
+    self._thread.shutdown(wait=False)
+
+
+class CoreWorker(CellWorker):
+  """The cell that holds the only optimizer state; see cell.Core.
+
+  While it serves, the state lies in host memory.
+  """
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    """As CellWorker; `trainer.state` may be there already."""
+    super().__init__(*args, **kwargs)
+    self._on_host: Any = None
+    self._trainers = {self.trainer.mesh: self.trainer}
+
+  # The state.
+
+  def _weights(self) -> Any:
+    return self.trainer.state.params
+
+  async def init(self, params: Any, seed: int, version: int = 0) -> None:
+    """See cell.Core."""
+    await self._do(self.trainer.init, params, seed, version)
+    self._on_host = None
+
+  async def restore(self, directory: os.PathLike) -> Mapping[str, Any]:
+    """See cell.Core."""
+    meta = await self._do(self.trainer.restore, directory)
+    self._on_host = None
+    return meta
+
+  async def save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
+    """See cell.Core."""
+    await self._do(self._save, directory, meta)
+
+  def _save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
+    host = self._on_host
+    self._to_devices()
+    try:
+      self.trainer.save(directory, meta)
+    finally:
+      if host is not None:
+        self._to_host()
+
+  async def snapshot(self, directory: os.PathLike) -> Snapshot:
+    """See cell.Core."""
+    return await self._do(self._snapshot, directory)
+
+  def _snapshot(self, directory: os.PathLike) -> Snapshot:
+    state = self._on_host or self.trainer.state
+    held = {"params": state.params, "version": jnp.asarray(state.version)}
+    committed = reshard.save(held, directory)
+    path = str(pathlib.Path(directory).absolute())
+    return Snapshot(int(state.version), path, committed.files)
+
+  async def weights(self) -> Any:
+    """See cell.Core; arrays of the host while it serves."""
+    return await self._do(lambda: (self._on_host or self.trainer.state).params)
+
+  # Roles.
+
+  def _to_host(self) -> None:
+    if self._on_host is None and self.trainer.state is not None:
+      self._on_host = reshard.to_host(self.trainer.state)
+      _delete(self.trainer.state)
+      self.trainer.state = None
+
+  def _to_devices(self) -> None:
+    if self._on_host is not None:
+      shardings = jax.tree.map(lambda x: x.sharding, self.trainer.abstract())
+      self.trainer.state = reshard.from_host(self._on_host, shardings)
+      self._on_host = None
+
+  def _free_training(self) -> None:
+    super()._free_training()
+    self._to_host()
+
+  async def serve(self, weights: Any, version: int) -> None:
+    """See cell.Worker; weights None are the core's own."""
+    await self._do(self._free_training)
+    if weights is None:
+      self._check_version(version)
+      weights = self._on_host.params
+    await super().serve(weights, version)
+
+  def _check_version(self, version: int) -> None:
+    state = self._on_host or self.trainer.state
+    if state is None:
+      raise CellError(f"{self.name} has no state: init or restore comes first")
+    if int(state.version) != version:
+      raise CellError(
+        f"{self.name} holds version {int(state.version)}, not {version}"
+      )
+
+  def _place(self, weights: Any, version: int) -> None:
+    if weights is not None:
+      raise CellError(f"{self.name} is the core: it joins with weights None")
+    self._check_version(version)
+    self._to_devices()
+
+  # The update.
+
+  async def apply(self, sums: Sequence[Sums], version: int) -> dict[str, Any]:
+    """See cell.Core."""
+    self._check_trains()
+    return await self._do(self._apply, list(sums), version)
+
+  def _apply(self, sums: list[Sums], version: int) -> dict[str, Any]:
+    if self._sums is not None:
+      raise CellError(f"{self.name} holds sums that were not taken")
+    total = self._combine(sums)
+    metrics = dict(SKIPPED)
+    if total is not None:
+      self.trainer.state, got = self.trainer.programs.apply(
+        self.trainer.state, total
+      )
+      metrics = jax.device_get(got)
+      _delete(total)
+    self.trainer.set_version(version)
+    self._version = version
+    return metrics
+
+  def _combine(self, sums: list[Sums]) -> step.GradSums | None:
+    """Sums of all, on the core's mesh, in the order given."""
+    programs, total = self.trainer.programs, None
+    mine = int(self.trainer.state.version)
+    while sums:
+      named = sums.pop(0)
+      if not named:
+        continue
+      one = self._unflatten(named)
+      if int(one.version) != mine:
+        raise CellError(
+          f"sums of version {int(one.version)}, {self.name} holds {mine}"
+        )
+      total = one if total is None else programs.combine(total, one)
+    return total
+
+  def _unflatten(self, named: Sums) -> step.GradSums:
+    """Named arrays of any mesh, or of the host, on the core's."""
+    where = self.trainer.programs.layout.sums()
+    params = self.trainer.state.params
+    like = jax.eval_shape(step.zero_sums, params, np.int32(0))
+    names = reshard.named_leaves(like)
+    if names.keys() != named.keys():
+      wrong = sorted(names.keys() ^ named.keys())
+      raise CellError(f"sums disagree with the model on {', '.join(wrong[:3])}")
+    for name, leaf in names.items():
+      if named[name].shape != leaf.shape:
+        raise CellError(
+          f"sums: {name} is {named[name].shape}, the model's {leaf.shape}"
+        )
+    leaves = [named[name] for name in names]
+    tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return jax.device_put(tree, where)
+
+  # Another mesh.
+
+  async def resize(
+    self,
+    devices: Sequence[int],
+    sizes: config_lib.Mesh | None = None,
+    *,
+    directory: os.PathLike | None = None,
+  ) -> None:
+    """See cell.Core."""
+    mesh = reshard.resized(self.trainer.mesh, devices, sizes)
+    await self._do(self._resize, mesh, directory)
+    if self.engine is not None and self._engine_at != mesh.devices.flat[0]:
+      # Its device is given away; `serve` starts another.
+      engine, self.engine = self.engine, None
+      await engine.close()
+
+  def _resize(
+    self, mesh: jax.sharding.Mesh, directory: os.PathLike | None
+  ) -> None:
+    old = self.trainer
+    if mesh == old.mesh:
+      return
+    reshard.check_splits(old.specs, old.mesh, mesh)
+    new = self._trainers.setdefault(mesh, old.on(mesh))
+    if old.state is not None:
+      held, target = self._held(old), self._target(new)
+      if directory is None:
+        got = reshard.put(held, jax.tree.map(lambda x: x.sharding, target))
+        _delete(held)
+      else:
+        got = reshard.through(directory, held, target)
+      old.state, new.state = None, got["state"]
+      self._sums = got.get("sums")
+    _delete(self._placed_reference)
+    self._placed_reference = None
+    self.trainer = new
+
+  def _held(self, trainer: Trainer) -> dict[str, Any]:
+    held = {"state": trainer.state}
+    return held if self._sums is None else held | {"sums": self._sums}
+
+  def _target(self, trainer: Trainer) -> dict[str, Any]:
+    target = {"state": trainer.abstract()}
+    if self._sums is None:
+      return target
+    return target | {"sums": step.abstract_sums(trainer.programs.layout)}
+
+
+def _for_engines(weights: Any) -> bool:
+  """Whether weights lie in a directory in the layout that engines load."""
+  if not isinstance(weights, Snapshot):
+    return False
+  return "arrays" not in manifest.read_manifest(weights.path).meta
+
+
+def _delete(*trees: Any) -> None:
+  """Frees the arrays' memory now, whoever still holds a reference."""
+  for leaf in jax.tree.leaves(trees):
+    if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+      leaf.delete()

@@ -29,12 +29,13 @@ from gyre.runtime import (
   sampler,
   warm_start,
 )
-from gyre.runtime.cell_worker import CellWorker, Trainer, supervised
+from gyre.runtime.cell_worker import CoreWorker
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.launch import Launched
 from gyre.runtime.record import CELL, ENGINE, Record, peak_memory
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
+from gyre.runtime.trainer import Trainer, supervised
 from gyre.store.rollouts import RolloutStore
 from gyre.trajectory import select
 from gyre.trajectory.score import reward
@@ -189,7 +190,7 @@ class Controller:
       self.position.lengths,
       self.position.step if self.position.phase == "train" else 0,
     )
-    self.cell = CellWorker(CELL, launched.model_cfg, config, self.trainer)
+    self.cell = CoreWorker(CELL, self.trainer, config)
     self._clock = time.monotonic()
     self._wall_before = self.position.wall_s
 

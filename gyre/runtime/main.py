@@ -19,13 +19,14 @@ from gyre.envs.sandbox import SandboxError, prune
 from gyre.envs.task import TaskError
 from gyre.rollout.engine import EngineError
 from gyre.runtime import compile_step, evaluate, launch, progress, workdir
-from gyre.runtime.cell_worker import CellWorker, Trainer
+from gyre.runtime.cell_worker import CellWorker
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.controller import Controller, RolloutError
 from gyre.runtime.publish import PublishError
 from gyre.runtime.reshard import CheckpointError
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
+from gyre.runtime.trainer import Trainer
 from gyre.runtime.warm_start import WarmStartError
 from gyre.store.manifest import ManifestError
 from gyre.store.rollouts import StoreError
@@ -168,7 +169,7 @@ def evaluate_only(
   trainer = Trainer(launched.model_cfg, launched.mesh, config)
   params = trainer.restore_params(path)
   step = int(path.name.rpartition("_")[2])
-  cell = CellWorker("cell 0", launched.model_cfg, config, trainer)
+  cell = CellWorker("cell 0", trainer, config)
   runner = Runner(config, launched.renderer)
   with progress.Progress(None, config.run.steps) as shown, _warnings(shown):
     row = asyncio.run(

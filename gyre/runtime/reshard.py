@@ -10,16 +10,22 @@ what was saved may be asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
+from gyre import config
+from gyre.learner import state as state_lib
+from gyre.models import params as params_lib
 from gyre.store import manifest
 
 _ARRAYS = "arrays"
@@ -166,3 +172,158 @@ def restore(
   treedef = jax.tree_util.tree_structure(abstract)
   leaves = [got[name] for name in named]
   return jax.tree_util.tree_unflatten(treedef, leaves), body["meta"]
+
+
+def put(tree: Any, shardings: Any) -> Any:
+  """Copies a pytree onto other devices of this process.
+
+  Args:
+    tree: arrays, on any mesh or of the host.
+    shardings: of the copies, one a leaf.
+
+  Returns:
+    Copies, ready; none shares memory with what it was made of.
+
+  Raises:
+    CheckpointError: an axis does not divide.
+  """
+  named = named_leaves(tree)
+  for (name, leaf), sharding in zip(
+    named.items(), jax.tree.leaves(shardings), strict=True
+  ):
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      check_divides(name, leaf.shape, sharding)
+  copies = jax.device_put(tree, shardings, may_alias=False)
+  return jax.block_until_ready(copies)
+
+
+def through(directory: str | os.PathLike, tree: Any, target: Any) -> Any:
+  """Moves a pytree to another mesh through a checkpoint, verified.
+
+  The devices never hold both: the arrays are freed once they are committed.
+
+  Args:
+    directory: of the checkpoint; must not exist, removed at the end.
+    tree: arrays; deleted.
+    target: as `abstract` of `restore`.
+
+  Returns:
+    The arrays on their new shardings.
+
+  Raises:
+    CheckpointError, manifest.ManifestError: nothing could be written, and the
+      arrays are untouched; or it cannot be read, and the directory is kept.
+  """
+  named, saved = named_leaves(target), named_leaves(tree)
+  described = {name: _describe(leaf) for name, leaf in saved.items()}
+  for name, leaf in named.items():
+    _check_leaf(name, leaf, described)
+  save(tree, directory)
+  manifest.verify(directory)
+  for leaf in saved.values():
+    leaf.delete()
+  moved, _ = restore(directory, target, verified=True)
+  manifest.remove(pathlib.Path(directory))
+  return jax.block_until_ready(moved)
+
+
+def to_host(tree: Any) -> Any:
+  """Copies a pytree to host memory; typed keys become their data and name."""
+
+  def one(leaf):
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return np.array(leaf)
+    data = np.array(jax.random.key_data(leaf))
+    return _HostKey(data, str(jax.random.key_impl(leaf)))
+
+  return jax.tree.map(one, tree)
+
+
+def from_host(tree: Any, shardings: Any) -> Any:
+  """Takes what `to_host` made back to devices, bit for bit."""
+
+  def one(leaf):
+    if not isinstance(leaf, _HostKey):
+      return leaf
+    return jax.random.wrap_key_data(leaf.data, impl=leaf.impl)
+
+  whole = jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, _HostKey))
+  return put(whole, shardings)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _HostKey:
+  """A PRNG key in host memory."""
+
+  data: np.ndarray
+  impl: str
+
+
+def resized(
+  mesh: jax.sharding.Mesh,
+  devices: Sequence[int],
+  sizes: config.Mesh | None = None,
+) -> jax.sharding.Mesh:
+  """Returns the mesh that a mesh becomes on other devices.
+
+  Args:
+    mesh: of axes data, fsdp, tensor.
+    devices: indices among the devices of the process.
+    sizes: of the axes; None: data and tensor stay, fsdp follows.
+
+  Raises:
+    CheckpointError: the sizes do not fit the devices; says which would.
+  """
+  have = jax.devices()
+  if len(set(devices)) != len(devices) or not devices:
+    raise CheckpointError(f"devices {list(devices)} must be some, each once")
+  if not all(0 <= i < len(have) for i in devices):
+    raise CheckpointError(
+      f"devices {list(devices)} are not all among 0 .. {len(have) - 1}"
+    )
+  n = len(devices)
+  if sizes is None:
+    fixed = mesh.shape["data"] * mesh.shape["tensor"]
+    if n % fixed:
+      raise CheckpointError(
+        f"{n} devices do not divide by data * tensor = {fixed}; its multiples "
+        "do, or name the sizes"
+      )
+    sizes = config.Mesh(mesh.shape["data"], n // fixed, mesh.shape["tensor"])
+  need = sizes.data * sizes.fsdp * sizes.tensor
+  if need != n:
+    raise CheckpointError(f"{sizes} takes {need} devices, not {n}")
+  return state_lib.make_mesh(sizes, [have[i] for i in devices])
+
+
+def check_splits(
+  specs: params_lib.Specs, old: jax.sharding.Mesh, new: jax.sharding.Mesh
+) -> None:
+  """Refuses a mesh over which what was split would be whole on each device.
+
+  Placement by rule leaves whole what does not divide, which is right for a
+  few small arrays and wrong for what a mesh was chosen to split: a core of 8
+  devices on 3 would hold everything three times.
+
+  Raises:
+    CheckpointError: names the array, the axis and its divisors.
+  """
+  named = named_leaves(params_lib.abstract_params(specs))
+  before = jax.tree.leaves(params_lib.param_shardings(specs, old))
+  after = jax.tree.leaves(params_lib.param_shardings(specs, new))
+  for (name, leaf), a, b in zip(named.items(), before, after, strict=True):
+    for axis in ("fsdp", "tensor"):
+      i = _axis_of(a.spec, axis)
+      ways = new.shape[axis]
+      if i is None or ways == 1 or _axis_of(b.spec, axis) is not None:
+        continue
+      split = jax.sharding.PartitionSpec(*(None,) * i, axis)
+      check_divides(name, leaf.shape, jax.sharding.NamedSharding(new, split))
+
+
+def _axis_of(spec: jax.sharding.PartitionSpec, axis: str) -> int | None:
+  """Which dimension a mesh axis splits."""
+  for i, names in enumerate(spec):
+    if axis in ((names,) if isinstance(names, str) else names or ()):
+      return i
+  return None
