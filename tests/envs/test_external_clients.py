@@ -2,19 +2,16 @@
 
   python -m pytest tests/envs/test_external_clients.py -m "net or slow"
 
-npm packages are installed once, below the temporary directory. The policy is
-scripted: it knows each harness's tool for commands, and nothing else.
+npm packages are installed once (clients.py). The policy is scripted: it knows
+each harness's tools for commands and sub-agents, and nothing else.
 """
 
 import asyncio
-import json
-import pathlib
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
+import dataclasses
+import itertools
 
+import audited
+import clients
 import numpy as np
 import pytest
 
@@ -23,23 +20,9 @@ from gyre.envs import external, launchers, scripted, serve
 from gyre.envs.tasksets import shell
 from gyre.harness import render, templates
 from gyre.harness.proxy import Proxy
-from gyre.trajectory import tree as tree_lib
 
-PACKAGES = {
-  "claude-code": "@anthropic-ai/claude-code",
-  "qwen-code": "@qwen-code/qwen-code",
-  "codex": "@openai/codex",
-}
-# Tool -> what it calls a command, as the harnesses describe them.
-TOOLS = {
-  "Bash": lambda c: {"command": c, "description": "do it"},
-  "bash": lambda c: {"command": c},
-  "run_shell_command": lambda c: {"command": c, "is_background": False},
-  "exec_command": lambda c: {"cmd": c},
-  "shell_command": lambda c: {"command": c},
-  "shell": lambda c: {"command": ["bash", "-c", c]},
-}
 TASK = shell.make_task("write", 1, min_turns=2, max_turns=2)
+PROMPT = "Do the second half of what is left to do here please."
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 BOX = config.Sandbox(
   backends=("bubblewrap", "process"),
@@ -51,61 +34,44 @@ BOX = config.Sandbox(
 )
 
 
-def installed(name):
-  """Where the harness is; installs it where it is not."""
-  if name == "mini-swe-agent":
-    if not pathlib.Path(sys.prefix, "bin", "mini").exists():
-      pytest.skip("mini-swe-agent is not installed")
-    return pathlib.Path(sys.prefix)
-  path = pathlib.Path(tempfile.gettempdir(), f"npm-{name}")
-  harness = config.Harness(name=name, path=str(path))
-  path.mkdir(exist_ok=True)
-  try:
-    launchers.check_installed(harness)
-  except config.ConfigError:
-    npm = shutil.which("npm")
-    if npm is None:
-      pytest.skip("there is no npm")
-    done = subprocess.run(
-      [npm, "install", "--no-audit", "--no-fund", "--prefix", path,
-       PACKAGES[name]],
-      capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if done.returncode:
-      pytest.skip(f"npm install: {done.stderr.strip()[-200:]}")
-  return path
+class Engine(scripted.ReplyingPolicy):
+  """Says with given logprobs what a policy knows, and keeps what it said."""
 
+  def __init__(self, reply, renderer):
+    super().__init__(reply, renderer, version=4)
+    self.said = {}
 
-class Policy:
-  """Answers the main conversation with the solution, a command a call."""
-
-  def __init__(self, name):
-    self.left = [*TASK.solution_turns]
-    if name == "mini-swe-agent":
-      self.left.append(SUBMIT)
-    self.prompts = []
-
-  def __call__(self, prompt):
-    self.prompts.append(prompt)
-    tool = next(
-      (t for t in TOOLS if re.search(rf'"name": ?"{t}"', prompt)), None
+  async def generate(self, request, on_token=None):
+    completion = await super().generate(request)
+    start = len(request.ids)
+    completion = dataclasses.replace(
+      completion,
+      logprobs=np.float32(
+        [
+          audited.logprob_of(request.seed, start + i, token)
+          for i, token in enumerate(completion.ids.tolist())
+        ]
+      ),
     )
-    if tool is None or not self.left:
-      return "It is done."
-    call = {"name": tool, "arguments": TOOLS[tool](self.left.pop(0))}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    assert request.seed not in self.said
+    self.said[request.seed] = request, completion
+    parts = (completion.ids, completion.logprobs, completion.versions)
+    for token in zip(*parts, strict=True) if on_token else ():
+      on_token(*token)
+    return completion
 
 
-def run(name, path, policy):
+def run(harness, policy, sandbox=BOX):
+  """One execution in the sandbox, with what was sampled in it found again."""
   tokenizer = render.train_tokenizer(
     shell.training_text(60), 600, templates.CHATML_TOKENS
   )
   renderer = render.Renderer(
     tokenizer, templates.CHATML, stop_tokens=(templates.CHATML_END,)
   )
+  engine = Engine(policy, renderer)
 
   async def main():
-    engine = scripted.ReplyingPolicy(policy, renderer)
     proxy = Proxy(
       engine, renderer, rollout=config.Rollout(), max_context=1 << 20
     )
@@ -114,18 +80,33 @@ def run(name, path, policy):
         TASK,
         proxy=proxy,
         socket=socket,
-        harness=config.Harness(name=name, path=str(path)),
-        sandbox=BOX,
+        harness=harness,
+        sandbox=sandbox,
         agent=config.Agent(harness_timeout_s=180.0, overall_timeout_s=300.0),
         retries=0,
         execution_id="g/0",
         group_id="g",
         index=0,
         seed=0,
-        version=0,
+        version=4,
       )
 
-  return asyncio.run(main()), renderer
+  execution = asyncio.run(main())
+  calls = execution.calls
+  print(f"{harness.name}: {len(calls)} calls")
+  printed = execution.messages[-1]["content"]
+  assert execution.outcome.score == 1.0, (execution.outcome, printed[-2000:])
+  # Every call is recorded, as it was sampled.
+  left = dict(engine.said)
+  for call in calls:
+    request, completion = left.pop(call.sampling_used["seed"])
+    np.testing.assert_array_equal(call.prompt_ids, request.ids)
+    np.testing.assert_array_equal(call.completion_ids, completion.ids)
+    np.testing.assert_array_equal(call.logprobs, completion.logprobs)
+    np.testing.assert_array_equal(call.versions, completion.versions)
+  assert not left, "a call was sampled and not recorded"
+  audited.check(calls)
+  return calls, renderer, printed
 
 
 @pytest.mark.slow
@@ -133,25 +114,58 @@ def run(name, path, policy):
   "name",
   [
     "mini-swe-agent",
-    *(pytest.param(n, marks=pytest.mark.net) for n in PACKAGES),
+    *(pytest.param(n, marks=pytest.mark.net) for n in clients.PACKAGES),
   ],
 )
 def test_it_completes_a_shell_task(name):
-  policy = Policy(name)
-  execution, renderer = run(name, installed(name), policy)
-  printed = execution.messages[-1]["content"]
-  print(f"{name}: {len(execution.calls)} calls, roles "
-        f"{[c.role for c in execution.calls]}")  # fmt: skip
-  assert execution.outcome.score == 1.0, (execution.outcome, printed[-2000:])
+  end = [SUBMIT] if name == "mini-swe-agent" else []
+  policy = clients.Solves([*TASK.solution_turns, *end])
+  path = clients.installed(name)
+  calls, renderer, printed = run(
+    config.Harness(name=name, path=str(path)), policy
+  )
   assert not policy.left, printed[-2000:]
-  said = [renderer.completion_text(c.completion_ids) for c in execution.calls]
-  assert sum("tool_call" in s for s in said) >= len(TASK.solution_turns)
-  tree = tree_lib.build(execution.calls)
-  for call in execution.calls:
-    _, completion, logprobs, _ = tree.read(call.call_id)
-    np.testing.assert_array_equal(completion, call.completion_ids)
-    np.testing.assert_array_equal(logprobs, call.logprobs)
   # The commands are one conversation, extended as it was sampled.
-  commands = [c for c, s in zip(execution.calls, said, strict=True)
-              if "tool_call" in s]  # fmt: skip
+  commands = [
+    c
+    for c in calls
+    if "tool_call" in renderer.completion_text(c.completion_ids)
+  ]
+  assert len(commands) == len(TASK.solution_turns) + len(end)
   assert {c.role for c in commands} == {"main"}
+  for before, after in itertools.pairwise(commands):
+    assert after.parent_hint == before.call_id
+
+
+@pytest.mark.slow
+@pytest.mark.net
+def test_claude_code_delegates_and_compacts_in_bubblewrap(bwrap_options):
+  """Its sub-agent does half of the task; the other half is summed up."""
+  path = clients.installed("claude-code")
+  at = launchers.Context("", "", "", "", "")
+  env = launchers.launch(config.Harness("claude-code"), at).env
+  claude = "claude --print --dangerously-skip-permissions --model {model}"
+  harness = config.Harness(
+    name="command",
+    path=str(path),
+    command=f"{claude} -- {{instruction}} && {claude} --continue -- /compact"
+    f" && {claude} --continue -- 'Is it done?'",
+    env={k: v for k, v in env.items() if v},
+  )
+  first, second = TASK.solution_turns
+  policy = clients.Delegates(TASK.instruction, first, PROMPT, second)
+  calls, renderer, printed = run(
+    harness, policy, dataclasses.replace(BOX, backends=bwrap_options.backends)
+  )
+  prompts = [renderer.decode(c.prompt_ids) for c in calls]
+  told = [(c.call_id, c.parent_hint, c.role) for c in calls]
+  assert "It is done." in printed, (printed, told)
+  ends = sorted(c.role for c in audited.ends(calls))
+  assert ends == ["main", "main", "main_summary", "sub_agent"], told
+  opened = [
+    (c.role, p)
+    for c, p in zip(calls, prompts, strict=True)
+    if c.parent_hint is None
+  ]
+  assert [role for role, _ in opened] == ["main", "sub_agent", "main"], told
+  assert PROMPT in opened[1][1] and clients.MAIN in opened[2][1]

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
-import hashlib
+import json
+import re
 import socket
+import subprocess
 import threading
 
+import audited
 import numpy as np
 import uvicorn
+from audited import logprob_of
 
 from gyre import config
 from gyre.harness import proxy as proxy_lib
@@ -71,12 +75,6 @@ def renderer(template=QWEN, **options):
   )
 
 
-def logprob_of(seed, position, token):
-  """A given logprob, exact in float32."""
-  key = f"{seed} {position} {token}".encode()
-  return -int.from_bytes(hashlib.sha256(key).digest()[:2], "big") / 4096
-
-
 class ScriptedEngine:
   """Says given texts, with given logprobs, through the engine protocol.
 
@@ -91,6 +89,7 @@ class ScriptedEngine:
     self.answers = answers if callable(answers) else list(answers)
     self.version, self.requests, self.aborts = version, [], []
     self._live, self._given, self.fail_at = {}, {}, None
+    self.failure = engine_lib.EngineDown("the engine went down")
     self.give_up = []  # tokens after which the engine gives a request up
 
   def _whole(self, request):
@@ -127,7 +126,7 @@ class ScriptedEngine:
         break
       if self.fail_at is not None and done + len(ids) == self.fail_at:
         self.fail_at = None
-        raise engine_lib.EngineDown("the engine went down")
+        raise self.failure
       logprob = logprob_of(request.seed, start + done + len(ids), i)
       ids.append(i)
       logprobs.append(logprob)
@@ -245,8 +244,19 @@ def serve(renderer, answers, *, split=0, tick_s=None, **options):
   return Served(engine, renderer, **options)
 
 
-def check_recorded(calls, engine):
-  """Every sampled token stands in a record bit for bit, under its prompt."""
+def check_recorded(calls, engine, branches=None):
+  """Every sampled token stands in a record bit for bit, under its prompt.
+
+  And from there in the tree and in the samples of every mode; see audited.
+
+  Args:
+    calls: all of one execution.
+    engine: that sampled them, and nothing else.
+    branches: roles of the tree's leaves, in any order; None: whichever.
+
+  Returns:
+    The tree.
+  """
   first = {}
   for request in engine.requests:
     first.setdefault(request.seed, request)
@@ -265,6 +275,7 @@ def check_recorded(calls, engine):
     ]
     assert call.prompt_ids.dtype == call.completion_ids.dtype == np.int32
   assert not first, "a request was sampled and not recorded"
+  return audited.check(calls, branches)
 
 
 def check_extends(calls):
@@ -291,3 +302,51 @@ def hermes(name, arguments):
   return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n' + (
     "</tool_call>"
   )
+
+
+class ShellTask:
+  """Commands that really run, for a policy that reads what they print.
+
+  Two calls at once, then one of what these printed, then the result in words.
+  """
+
+  system, user = "You work in a shell.", "How many lines are there?"
+
+  def __init__(self, directory):
+    self.directory, self.ran = directory, []
+
+  def policy(self, prompt):
+    """What is said next."""
+    printed = re.findall(r"<tool_response>\n(\d+)\n", prompt)
+    if not printed:
+      return "I write.\n" + "\n".join(
+        hermes("shell", json.dumps({"command": command}))
+        for command in ("printf 'a\nb\n' >'é \"1\"'", "seq 3 >n; wc -l <n")
+      )
+    if len(printed) == 1:
+      command = f"expr {printed[0]} + $(wc -l <é*) | tee sum"
+      return hermes("shell", json.dumps({"command": command}))
+    return f"There are {printed[1]} lines."
+
+  def run(self, command):
+    """Runs a command of the policy's; returns what it prints."""
+    self.ran.append(command)
+    return subprocess.run(
+      ["bash", "-c", command],
+      cwd=self.directory,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=20,
+      check=False,
+    ).stdout
+
+  def check(self, said, calls, engine):
+    """It was done, and every call of it is found in the samples."""
+    assert said == "There are 5 lines."
+    assert (self.directory / "sum").read_text() == "5\n"
+    assert (self.directory / 'é "1"').read_text() == "a\nb\n"
+    assert len(self.ran) == 3 == len(calls)
+    assert check_extends(calls) == 2
+    assert [c.role for c in calls] == ["main"] * 3
+    check_recorded(calls, engine, ["main"])

@@ -112,12 +112,39 @@ def test_messages_with_parallel_calls_are_recorded(renderer, stream, thinking):
     say(client, messages, stream, **options)
     recorded = served.close(key)
   assert len(recorded) == 3
-  proxying.check_recorded(recorded, served.engine)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 2
   assert usage.input_tokens == len(recorded[0].prompt_ids)
   assert usage.output_tokens == len(recorded[0].completion_ids)
   assert counted.input_tokens == len(recorded[2].prompt_ids)
   assert "billing" not in renderer.decode(recorded[2].prompt_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_complete_a_shell_task(renderer, stream, tmp_path):
+  task = proxying.ShellTask(tmp_path)
+  with proxying.serve(renderer, task.policy, split=3) as served:
+    key = served.open()
+    client = client_of(served, key)
+    options = {"tools": TOOLS, "system": task.system}
+    messages = [{"role": "user", "content": task.user}]
+    while True:
+      answer = say(client, messages, stream, **options)
+      messages.append({"role": "assistant", "content": answer.content})
+      if answer.stop_reason != "tool_use":
+        break
+      results = [
+        {
+          "type": "tool_result",
+          "tool_use_id": block.id,
+          "content": task.run(block.input["command"]),
+        }
+        for block in answer.content
+        if block.type == "tool_use"
+      ]
+      messages.append({"role": "user", "content": results})
+    recorded = served.close(key)
+  task.check(answer.content[0].text, recorded, served.engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])

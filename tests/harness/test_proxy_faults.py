@@ -318,6 +318,37 @@ def test_an_engine_that_goes_down_fails_one_attempt(
   assert call.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fail_at", [0, 4])
+def test_a_fault_that_no_engine_tells_of_is_500(
+  renderer, api, stream, fail_at, caplog
+):
+  """In the API's own shape, one line in the log, the call a failed one."""
+  with proxying.serve(renderer, [LONG]) as served:
+    key = served.open()
+    served.engine.fail_at = fail_at
+    served.engine.failure = KeyError("never\nthought of")
+    response = post(served, api, key, body_of(api, stream=stream))
+    if stream and fail_at and response.status_code == 200:
+      assert "the model failed: KeyError" in response.text
+    else:
+      kind = ("api_error", "server_error")
+      check_error(response, api, 500, kind, "the model failed: KeyError")
+    assert "thought of" not in response.text
+    failed = served.calls(key)
+    assert [len(c.completion_ids) for c in failed] == [fail_at] * bool(fail_at)
+    assert all(c.finish_reason == "abort" for c in failed)
+    (line,) = [r for r in caplog.records if r.name.startswith("gyre.")]
+    assert line.levelname == "ERROR" and "\n" not in line.getMessage()
+    assert "call 0000 of g/1 failed: KeyError" in line.getMessage()
+    # Asked again it goes on.
+    assert post(served, api, key).status_code == 200
+    (call,) = served.close(key)
+  proxying.check_recorded([call], served.engine, ["main"])
+  assert call.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_switch_of_the_cell_is_not_seen(renderer, stream):
   with proxying.serve(renderer, [LONG]) as served:

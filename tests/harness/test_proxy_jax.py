@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import audited
 import jax
 import numpy as np
 import proxying
@@ -127,6 +128,7 @@ def test_the_sdks_talk_to_a_random_model(engine, renderer, stream):
   check([*recorded[0], *recorded[1]], served.engine)
   for calls in recorded:
     assert len(calls) == 4
+    audited.check(calls)
     assert proxying.check_extends(calls) >= 2
   assert [c.parent_hint for c in recorded[0]] == [None, "0000", "0001", "0002"]
 

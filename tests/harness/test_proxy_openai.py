@@ -111,7 +111,7 @@ def test_a_chat_with_parallel_calls_is_recorded_as_it_was(
     said, _, _ = chat(client, messages, stream, tools=TOOLS)
     recorded = served.close(key)
   assert len(recorded) == 4
-  proxying.check_recorded(recorded, served.engine)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 3
   assert [c.role for c in recorded] == ["main"] * 4
   assert usage.prompt_tokens == len(recorded[0].prompt_ids)
@@ -119,6 +119,29 @@ def test_a_chat_with_parallel_calls_is_recorded_as_it_was(
   assert recorded[0].versions.tolist() == [3] * usage.completion_tokens
   first = renderer.decode(recorded[0].prompt_ids)
   assert first.count('"name": "shell"') == 1 and "You work." in first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_completes_a_shell_task(renderer, stream, tmp_path):
+  task = proxying.ShellTask(tmp_path)
+  with proxying.serve(renderer, task.policy, split=3) as served:
+    key = served.open()
+    client = client_of(served, key)
+    messages = [
+      {"role": "system", "content": task.system},
+      {"role": "user", "content": task.user},
+    ]
+    while True:
+      said, reason, _ = chat(client, messages, stream, tools=TOOLS)
+      messages.append(sent_back(said))
+      if reason != "tool_calls":
+        break
+      for call in said["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        answer = {"role": "tool", "tool_call_id": call["id"]}
+        messages.append(answer | {"content": task.run(command)})
+    recorded = served.close(key)
+  task.check(said["content"], recorded, served.engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -153,7 +176,7 @@ def test_stop_sequences_end_the_text_and_the_call(renderer, stream):
     messages += [sent_back(said), {"role": "user", "content": "on"}]
     chat(client, messages, stream)
     recorded = served.close(key)
-  proxying.check_recorded(recorded, served.engine)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 2
   text = renderer.decode(recorded[0].completion_ids)
   assert "STOP" in text and not text.endswith("three")
@@ -203,10 +226,41 @@ def test_responses_with_parallel_calls(renderer, stream, stateful):
     answer = responses(client, stream, input=items, **common)
     assert answer.output_text == "Both done."
     recorded = served.close(key)
-  proxying.check_recorded(recorded, served.engine)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 1
   assert answer.usage.input_tokens == len(recorded[1].prompt_ids)
   assert answer.usage.output_tokens == len(recorded[1].completion_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_responses_complete_a_shell_task(renderer, stream, stateful, tmp_path):
+  task = proxying.ShellTask(tmp_path)
+  with proxying.serve(renderer, task.policy, split=3) as served:
+    key = served.open()
+    client = client_of(served, key)
+    common = {"instructions": task.system, "tools": FLAT}
+    items = [{"role": "user", "content": task.user}]
+    while True:
+      answer = responses(client, stream, input=items, **common)
+      said = [i.model_dump(exclude_none=True) for i in answer.output]
+      outputs = [
+        {
+          "type": "function_call_output",
+          "call_id": item["call_id"],
+          "output": task.run(json.loads(item["arguments"])["command"]),
+        }
+        for item in said
+        if item["type"] == "function_call"
+      ]
+      if not outputs:
+        break
+      if stateful:
+        common["previous_response_id"], items = answer.id, outputs
+      else:
+        items = [*items, *said, *outputs]
+    recorded = served.close(key)
+  task.check(answer.output_text, recorded, served.engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,7 +285,7 @@ def test_custom_tools_take_text(renderer, stream):
     ]
     responses(client, stream, input=items, tools=tools)
     recorded = served.close(key)
-  proxying.check_recorded(recorded, served.engine)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 1
 
 
@@ -255,6 +309,7 @@ def test_tools_of_a_namespace_keep_their_names(renderer, stream):
     ]
     responses(client, stream, input=items, tools=tools)
     recorded = served.close(key)
+  proxying.check_recorded(recorded, served.engine, ["main"])
   assert proxying.check_extends(recorded) == 1
   assert "web_search" not in renderer.decode(recorded[0].prompt_ids)
 
