@@ -202,10 +202,8 @@ class Queue:
     """Whole groups inside the window, oldest first."""
     if window is None or not self.whole:
       return self.whole
-    last = next(itertools.islice(self.groups, window - 1, None), None)
-    if last is None:
-      return self.whole
-    return tuple(n for n in self.whole if n <= last)
+    beyond = next(iter(self.groups)) + window
+    return tuple(n for n in self.whole if n < beyond)
 
   def ready(self, window: int | None, most: int) -> tuple[int, ...]:
     """Up to `most` groups that can be consumed one after the other.
