@@ -280,7 +280,8 @@ def trajectories(options: Options) -> tuple[Case, ...]:
   )
   name = f"{calls} calls up to {tokens:,} tokens"
   bounds = {"part": "bounds", "run": options.run}
-  bounds |= {"executions": 8, "scale": 48, "repeat": 2}
+  executions = 256 if options.run else 8
+  bounds |= {"executions": executions, "scale": 48, "repeat": 2}
   if options.quick:
     bounds |= {"executions": 2, "scale": 6, "repeat": 1}
   cases = [
@@ -289,7 +290,7 @@ def trajectories(options: Options) -> tuple[Case, ...]:
       (Variant("", "", size | {"part": "long", "mode": mode}),),
       long_metrics,
     )
-    for mode in ("once", "multiplicity")
+    for mode in ("once", "multiplicity", "leaf")
   ]
   cases += [
     Case(

@@ -112,25 +112,34 @@ def branching_execution(name: str, group: str, seed: int, scale: int):
 
 
 def recorded(run: str, limit: int) -> list:
-  """The branching executions of a run's directory, at most `limit`.
+  """The branching executions of a run's directory.
+
+  Args:
+    run: the directory; it may still be written to.
+    limit: about how many executions are looked at, in whole groups that lie
+      evenly over the run.
 
   Raises:
-    SystemExit: there is none.
+    SystemExit: none of them branches.
   """
   from gyre.store.rollouts import RolloutStore
   from gyre.trajectory import tree
 
-  out: list = []
   path = pathlib.Path(run) / "rollouts.sqlite"
   with RolloutStore(path, readonly=True) as store:
-    for execution_id in store.execution_ids("train"):
-      execution = store.execution(execution_id)
-      if len(tree.build(execution.calls).leaves()) > 1:
-        out.append(execution)
-      if len(out) == limit:
-        break
+    groups = store.groups("train")
+    share = -(-len(store.execution_ids("train")) // limit)
+    every = max(1, min(share, len(groups)))
+    looked_at = [
+      execution
+      for group in groups[every // 2 :: every]
+      for execution in store.executions(group.group_id)
+    ]
+  out = [e for e in looked_at if len(tree.build(e.calls).leaves()) > 1]
   if not out:
-    raise SystemExit(f"{path}: no execution has more than one branch")
+    raise SystemExit(
+      f"{path}: of {len(looked_at)} executions none has more than one branch"
+    )
   return out
 
 
@@ -220,10 +229,11 @@ def _bounds(
     samples, stats = _selected(found, bound)
     packed[name] = samples
     results[f"trained_{name}"] = stats
-  # Rows of an eighth of all, so that a step's time follows what is in it.
+  # Rows of an eighth of all, so that a step's time follows what is in it, but
+  # not so long that attention is all that it takes.
   longest = max(s.length for s in packed["all"])
   whole = packing.pack(packed["all"], None, row_tokens=longest).tokens_trained
-  row_tokens = packing.bucket(max(longest, whole // 8))
+  row_tokens = packing.bucket(max(longest, min(whole // 8, 2048)))
   model = dict(_MODEL)
   largest = max(int(s.ids.max()) for s in packed["all"])
   model["vocab_size"] = packing.bucket(largest + 1)

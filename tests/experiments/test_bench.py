@@ -147,13 +147,21 @@ def test_engine_measures_a_tiny_model(tiny_model):
 def test_trajectories_are_built_stored_and_bounded():
   out = run_json("trajectories", "--quick")
   rows = {(r["case"].split(", ")[-1], r["key"]): r["ours"] for r in out["rows"]}
-  for mode in ("once", "multiplicity"):
+  for mode in ("once", "multiplicity", "leaf"):
     assert rows[mode, "total_s"] > 0
     assert rows[mode, "tokens_flat"] > 150_000
   assert rows["store", "ratio"] > 1
   trained = [rows["generated", f"trained_{n}_of_all"] for n in ("1", "5")]
   assert 0 < trained[0] < trained[1] <= 1
   assert 0 < rows["generated", "packed_1_of_all"] <= 1
+
+
+def test_bounds_are_measured_on_a_recorded_run():
+  run = "experiments/notebooks/sample_run"
+  out = run_json("trajectories", "--quick", "--only", "branching", "--run", run)
+  rows = {r["key"]: r["ours"] for r in out["rows"]}
+  assert rows["executions"] > 1 and rows["step_all_s"] > 0
+  assert 0 < rows["trained_1_of_all"] < rows["trained_5_of_all"] <= 1
 
 
 def test_what_the_proxy_adds_is_measured():
