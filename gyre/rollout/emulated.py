@@ -185,6 +185,7 @@ class EmulatedEngine:
     self._next_stream = 0.0
     self._timer: asyncio.TimerHandle | None = None
     self._paused = self._asleep = self._closed = False
+    self._loaded = True
     self._counts: collections.Counter = collections.Counter()
 
   # The protocol.
@@ -245,6 +246,7 @@ class EmulatedEngine:
 
   def take(self, weights: Any, version: int) -> None:
     """As load_weights, at once; what the weights are is not looked at."""
+    self._check_open()
     if version < self._version:
       raise engine.StaleVersion(
         f"engine {self.name} serves version {self._version}, not replaced by "
@@ -255,7 +257,7 @@ class EmulatedEngine:
         f"the snapshot holds version {weights.version}, not {version}"
       )
     self._advance()
-    self._version = version
+    self._version, self._loaded = version, True
     self._recompute()
     self._schedule()
 
@@ -267,20 +269,18 @@ class EmulatedEngine:
     self._schedule()
 
   async def sleep(self) -> None:
-    """See engine.Engine."""
+    """See engine.Engine; the weights are gone until load_weights."""
     self._check_open()
     self._advance()
-    self._asleep = True
+    self._asleep, self._loaded = True, False
     self._schedule()
 
   async def wake(self) -> None:
     """See engine.Engine."""
     self._check_open()
-    if self._asleep:
-      self._advance()
-      self._asleep = False
-      self._recompute()
-      self._schedule()
+    self._advance()
+    self._asleep = False
+    self._schedule()
 
   def stats(self) -> engine.EngineStats:
     """See engine.Engine; a page is a slot."""
@@ -400,7 +400,8 @@ class EmulatedEngine:
   # Time.
 
   def _halted(self) -> bool:
-    return self._paused or self._asleep or not self._running
+    awake = self._loaded and not (self._paused or self._asleep)
+    return not (awake and self._running)
 
   def _advance(self) -> None:
     """Brings the progress, and every call's tokens, up to this moment."""

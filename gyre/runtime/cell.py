@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gyre import config
-from gyre.learner.objective import Extras
 from gyre.rollout.engine import Engine
 from gyre.types import Batch, Snapshot
+
+if TYPE_CHECKING:  # the process of an emulated cell has no JAX
+  from gyre import config
+  from gyre.learner.objective import Extras
 
 # Un-normalised gradient sums, denominators and metric sums by name; empty
 # where nothing was added.

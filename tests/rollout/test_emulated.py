@@ -91,8 +91,10 @@ def test_prefill_is_paid_again_after_new_weights_and_sleep():
     await policy.load_weights(None, 1)  # three and two again: 0.5
     await asyncio.sleep(1.5)  # and one more token
     await policy.sleep()
-    await asyncio.sleep(10)
-    await policy.wake()  # six of context: 0.6
+    await asyncio.sleep(6)
+    await policy.wake()
+    await asyncio.sleep(4)  # awake, and without weights
+    policy.take(None, 1)  # six of context: 0.6
     end, got = await work
     stats = policy.stats()
     assert (stats.prefilled_tokens, stats.reprefilled_tokens) == (3, 11)
