@@ -99,8 +99,7 @@ def _drained(state: State, event: Drained) -> moves.Step:
 
 def _applied(state: State, event: Applied) -> moves.Step:
   trainer = state.trainer
-  whole = len(trainer.claims) == state.law.batch
-  if event.update != trainer.version + 1 or not whole:
+  if event.update != trainer.version + 1 or not trainer.asked:
     return state, ()
   trainer = Trainer(version=event.update, published=trainer.published)
   return state.but(trainer=trainer), ()

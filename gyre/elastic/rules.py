@@ -43,7 +43,7 @@ def apply(state: State) -> moves.Step:
     or fleet.posts[fleet.core].role != "train"
   ):
     return state, ()
-  trainer = dataclasses.replace(trainer, applying=True)
+  trainer = dataclasses.replace(trainer, applying=True, asked=True)
   return state.but(trainer=trainer), (Apply(trainer.version + 1),)
 
 

@@ -19,7 +19,8 @@ class Trainer:
     published: the version that engines serve.
     claims: groups consumed for update version + 1, in order.
     drained: all of them are trained.
-    applying: the optimizer step was asked for.
+    applying: the optimizer step is asked for.
+    asked: it was, if perhaps of a cell that died since.
   """
 
   version: int = 0
@@ -27,6 +28,7 @@ class Trainer:
   claims: tuple[int, ...] = ()
   drained: bool = False
   applying: bool = False
+  asked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

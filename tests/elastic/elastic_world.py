@@ -1,0 +1,397 @@
+"""A world that the scheduler acts on, kept by its own books.
+
+It executes actions as a runtime would and checks each against what it knows
+itself: who holds which device, which engine serves which version, where an
+execution is, what was trained. It does not look into the scheduler's state.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+
+from gyre.elastic import scheduler as sched
+from gyre.elastic.cells import Layout
+from gyre.elastic.dispatch import Law
+
+
+@dataclasses.dataclass
+class Site:
+  """A cell as the world sees it: who holds its devices, and what is there."""
+
+  cell: sched.Cell
+  holder: str  # engine, trainer, nobody (in transfer) or dead
+  version: int | None = None  # that the engine serves
+  runs: set = dataclasses.field(default_factory=set)
+  trained: set = dataclasses.field(default_factory=set)  # groups in its sums
+  life: int = 0
+  target: str = ""  # of the transfer under way
+  before: str = ""
+
+
+class World:
+  """Executes actions, and offers the events that may come next."""
+
+  def __init__(
+    self,
+    layout: Layout,
+    law: Law,
+    steps: int,
+    *,
+    streaming: bool = True,
+    policy: str = "waterlevel",
+    endless: bool = False,
+  ):
+    self.law, self.steps = law, steps
+    self.state = sched.begin(
+      layout,
+      law,
+      steps=steps,
+      streaming=streaming,
+      policy=policy,
+      endless=endless,
+    )
+    self.streaming = streaming
+    self.sites = {}
+    for cell in layout:
+      holder = "trainer" if cell.kind == "trainer" else "engine"
+      self.sites[cell.name] = Site(cell, holder, 0)
+    self.core = layout.core.name
+    self.core_lives = True
+    self.time = 0.0
+    self.version = 0
+    self.published = 0
+    self.admitted: dict[int, int] = {}
+    self.ended: dict[int, dict[int, bool]] = {}
+    self.waiting: set = set()  # admitted or interrupted, not running
+    self.where: dict = {}
+    self.started: set = set()
+    self.claims: list[int] = []
+    self.consumed: dict[int, int] = {}
+    self.committed: list[int] = []
+    self.dropped: dict[int, str] = {}
+    self.staleness: list[int] = []
+    self.applying = False
+    self.told_drained = False
+    self.publishing: int | None = None
+    self.stopped = False
+    self.past: list[sched.Event] = []
+    self.log: list[tuple[sched.Event, tuple]] = []
+
+  # What is so.
+
+  @property
+  def unfinished(self) -> int:
+    return len(self.waiting) + len(self.where)
+
+  @property
+  def drained(self) -> bool:
+    """Whether every group consumed for a full update is in someone's sums."""
+    trained = set().union(*(s.trained for s in self.sites.values()))
+    return len(self.claims) == self.law.batch and trained == set(self.claims)
+
+  @property
+  def transfers(self) -> list[str]:
+    return [n for n, s in self.sites.items() if s.target]
+
+  # Events.
+
+  def send(self, event: sched.Event) -> tuple:
+    """Lets the scheduler decide on an event, and executes what it asks for."""
+    before, drops = self.unfinished, len(self.dropped)
+    again = sched.decide(self.state, event)
+    self.state, actions = sched.decide(self.state, event)
+    assert (self.state, actions) == again
+    self.past.append(event)
+    self.log.append((event, actions))
+    for action in actions:
+      assert not self.stopped, f"{action} after Stop"
+      getattr(self, f"_{type(action).__name__.lower()}")(action)
+    self._check()
+    if not isinstance(event, (sched.Begin, sched.Published)):
+      replaced = (len(self.dropped) - drops) * self.law.group_size
+      assert self.unfinished <= before + replaced, "w rose inside a burst"
+    return actions
+
+  def tick(self) -> float:
+    self.time += 1.0
+    return self.time
+
+  def begin(self) -> tuple:
+    return self.send(sched.Begin(self.time))
+
+  def finish(self, execution, scored: bool = True) -> tuple:
+    group, index = execution
+    self.sites[self.where.pop(execution)].runs.discard(execution)
+    self.ended[group][index] = scored
+    return self.send(sched.Finished(self.tick(), execution, scored))
+
+  def train(self, name: str) -> None:
+    """A training cell takes one micro-step of the claim queue, if any."""
+    site = self.sites[name]
+    taken = set().union(*(s.trained for s in self.sites.values()))
+    for group in self.claims:
+      if site.holder == "trainer" and group not in taken:
+        site.trained.add(group)
+        return
+
+  def trains(self) -> list[str]:
+    """Cells that can take a micro-step."""
+    taken = set().union(*(s.trained for s in self.sites.values()))
+    if not set(self.claims) - taken:
+      return []
+    return [n for n, s in self.sites.items() if s.holder == "trainer"]
+
+  def dead(self) -> list[str]:
+    return [n for n, s in self.sites.items() if s.holder == "dead"]
+
+  def drain(self) -> tuple:
+    assert self.drained and not self.told_drained
+    self.told_drained = True
+    return self.send(sched.Drained(self.tick(), self.version + 1))
+
+  def commit(self) -> tuple:
+    """The optimizer step is taken and committed."""
+    assert self.applying
+    self.applying = self.told_drained = False
+    self.version += 1
+    self.committed += self.claims
+    self.claims = []
+    for site in self.sites.values():
+      site.trained.clear()
+    return self.send(sched.Applied(self.tick(), self.version))
+
+  def publish_done(self) -> tuple:
+    version, self.publishing = self.publishing, None
+    self.published = version
+    for site in self.sites.values():
+      if site.holder == "engine":
+        site.version = version
+    return self.send(sched.Published(self.tick(), version))
+
+  def switch_done(self, name: str) -> tuple:
+    site = self.sites[name]
+    target, site.target = site.target, ""
+    site.holder = "engine" if target == "rollout" else "trainer"
+    site.version = self.published if target == "rollout" else None
+    if target == "core":
+      self.core, self.core_lives = name, True
+    return self.send(sched.SwitchDone(self.tick(), name, site.ticket))
+
+  def switch_fails(self, name: str) -> tuple:
+    site = self.sites[name]
+    site.target, site.holder = "", site.before
+    return self.send(sched.SwitchFailed(self.tick(), name, site.ticket))
+
+  def down(self, name: str) -> tuple:
+    """A cell dies: its claims return; its executions wait for a place."""
+    site = self.sites[name]
+    life, site.life = site.life, site.life + 1
+    if site.holder in ("trainer", "nobody"):
+      self.applying = self.told_drained = False
+    site.holder, site.target, site.version = "dead", "", None
+    site.trained.clear()
+    for execution in list(site.runs):
+      del self.where[execution]
+      self.waiting.add(execution)
+    site.runs.clear()
+    if name == self.core:
+      self.core_lives = False
+    return self.send(sched.CellDown(self.tick(), name, life))
+
+  def up(self, name: str) -> tuple:
+    site = self.sites[name]
+    assert site.holder == "dead"
+    site.holder = "idle"
+    return self.send(sched.CellUp(self.tick(), name, site.life))
+
+  # Actions.
+
+  def _admit(self, a) -> None:
+    assert a.group not in self.admitted
+    assert a.version == self.published
+    self.admitted[a.group] = a.version
+    self.ended[a.group] = {}
+    self.waiting |= {(a.group, i) for i in range(self.law.group_size)}
+
+  def _place(self, execution, name: str) -> None:
+    site = self.sites[name]
+    assert site.holder == "engine", f"{name} does not serve: {site.holder}"
+    # Engines never serve a version older than an execution was promised, and
+    # all serve the same one.
+    assert site.version == self.published >= self.admitted[execution[0]]
+    site.runs.add(execution)
+    assert len(site.runs) <= site.cell.slots, f"{name} is over its slots"
+    self.where[execution] = name
+
+  def _start(self, a) -> None:
+    self.waiting.remove(a.execution)
+    self._place(a.execution, a.cell)
+    self.started.add(a.execution)
+
+  def _migrate(self, a) -> None:
+    assert a.execution in self.started and a.source != a.target
+    if self.sites[a.source].holder == "dead":
+      self.waiting.remove(a.execution)
+    else:
+      assert self.where[a.execution] == a.source
+      self.sites[a.source].runs.remove(a.execution)
+    self._place(a.execution, a.target)
+
+  def _requeue(self, a) -> None:
+    site = self.sites[self.where.pop(a.execution)]
+    site.runs.remove(a.execution)
+    self.waiting.add(a.execution)
+
+  def _serial(self) -> None:
+    assert self.publishing is None and not self.transfers
+
+  def _switch(self, a) -> None:
+    self._serial()
+    site = self.sites[a.cell]
+    assert not site.runs, f"{a.cell} switches with {site.runs}"
+    if a.role == "train":
+      assert site.holder == "engine" and site.cell.kind != "standalone"
+      assert self.core_lives and (
+        a.cell == self.core or self.sites[self.core].holder == "trainer"
+      ), "the core leaves first"
+      self._something_to_train()
+    else:
+      assert site.holder in ("trainer", "idle") and site.cell.kind != "trainer"
+      assert not self.applying or not site.trained
+      # It hands its sums over; a core that serves keeps none.
+      heir = self.sites[self.core]
+      if a.cell != self.core and heir.holder == "trainer":
+        heir.trained |= site.trained
+      site.trained.clear()
+    site.before, site.holder, site.target = site.holder, "nobody", a.role
+    site.ticket = a.ticket
+
+  def _something_to_train(self) -> None:
+    assert self.claims and not self.applying
+
+  def _rehost(self, a) -> None:
+    self._serial()
+    assert not self.core_lives
+    site = self.sites[a.cell]
+    assert not site.runs and site.cell.kind != "standalone"
+    assert site.holder in ("trainer", "idle", "engine")
+    site.before, site.holder, site.target = site.holder, "nobody", "core"
+    site.ticket = a.ticket
+
+  def _consume(self, a) -> None:
+    assert a.update == self.version + 1 <= self.steps
+    assert a.group not in self.consumed and a.group not in self.dropped
+    ended = self.ended[a.group]
+    assert len(ended) == self.law.group_size and any(ended.values())
+    staleness = self.version - self.admitted[a.group]
+    bound = self.law.maximum()
+    assert bound is None or staleness <= bound or self.dropped
+    if self.law.max_staleness is not None:
+      assert staleness <= self.law.max_staleness
+    self.staleness.append(staleness)
+    self.consumed[a.group] = a.update
+    self.claims.append(a.group)
+    assert len(self.claims) <= self.law.batch
+
+  def _apply(self, a) -> None:
+    assert a.update == self.version + 1 and not self.applying
+    assert self.drained and self.told_drained and self.publishing is None
+    assert self.core_lives and self.sites[self.core].holder == "trainer"
+    self.applying = True
+
+  def _publish(self, a) -> None:
+    self._serial()
+    assert a.version == self.version and self.published < a.version
+    assert a.version % self.law.mu == 0 or a.version == self.steps
+    self.publishing = a.version
+
+  def _drop(self, a) -> None:
+    ended = self.ended[a.group]
+    if a.reason == "lost":
+      assert len(ended) == self.law.group_size and not any(ended.values())
+    else:
+      stale = self.version - self.admitted[a.group]
+      assert stale > self.law.max_staleness
+    assert a.group not in self.consumed
+    self.dropped[a.group] = a.reason
+    for execution in [e for e in self.where if e[0] == a.group]:
+      self.sites[self.where.pop(execution)].runs.remove(execution)
+    self.waiting = {e for e in self.waiting if e[0] != a.group}
+
+  def _stop(self, a) -> None:
+    assert self.version == self.published == self.steps
+    for site in self.sites.values():
+      fixed = site.cell.kind == "trainer" and site.holder == "trainer"
+      assert fixed or site.holder in ("engine", "dead"), "a cell is not back"
+    self.stopped = True
+
+  # What must hold after every event.
+
+  def _check(self) -> None:
+    for site in self.sites.values():
+      # Devices are held by one: what runs is in an engine that holds them,
+      # what was summed in a trainer that does.
+      assert not site.runs or site.holder == "engine"
+      assert not site.trained or site.holder in ("trainer", "nobody")
+    assert len(self.committed) == self.version * self.law.batch
+    assert len(set(self.committed)) == len(self.committed)
+    # No group is lost: each is unconsumed, in an update, or dropped.
+    queued = set(self.admitted) - set(self.consumed) - set(self.dropped)
+    assert queued == set(self.state.queue.groups)
+    assert self.unfinished == self.state.work.unfinished
+    if self.version < self.steps and not self.stopped:
+      wanted = self._wanted()
+      assert len(queued) == wanted, f"{len(queued)} groups, not {wanted}"
+      free = sum(
+        s.cell.slots - len(s.runs)
+        for s in self.sites.values()
+        if s.holder == "engine"
+      )
+      assert not (self.waiting and free), "an execution waits beside free slots"
+
+  def _wanted(self) -> int:
+    """Unconsumed groups: Q_b less what was consumed since the boundary."""
+    done = (self.version - self.published) * self.law.batch + len(self.claims)
+    wanted = self.law.boundary - done
+    if not self.state.plan.endless:
+      rest = (self.steps - self.version) * self.law.batch - len(self.claims)
+      wanted = min(wanted, rest)
+    return wanted
+
+  # A run without faults.
+
+  def choices(self) -> list:
+    """What may happen next if nothing fails, as calls."""
+    able = []
+    if self.where:
+      able.append(lambda rng: self.finish(rng.choice(list(self.where))))
+    able += [lambda _, n=n: self.switch_done(n) for n in self.transfers]
+    if self.publishing is not None:
+      able.append(lambda _: self.publish_done())
+    if self.applying:
+      able.append(lambda _: self.commit())
+    elif self.drained and not self.told_drained:
+      able.append(lambda _: self.drain())
+    able += [lambda _, n=n: self.train(n) for n in self.trains()]
+    able += [lambda _, n=n: self.up(n) for n in self.dead()]
+    return able
+
+  def run(self, rng: random.Random, most: int = 1_000_000) -> World:
+    """Until Stop, in a random order of events."""
+    if not self.log:
+      self.begin()
+    for _ in range(most):
+      if self.stopped:
+        return self
+      able = self.choices()
+      assert able, "nothing can happen, and the run is not over"
+      rng.choice(able)(rng)
+    return self
+
+
+def deltas(values) -> dict[int, float]:
+  """Shares of each value."""
+  count = collections.Counter(values)
+  return {v: n / len(values) for v, n in count.items()}

@@ -1,0 +1,211 @@
+"""The scheduler under random interleavings of events, failures included."""
+
+import random
+
+import pytest
+from elastic_world import World
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+  RuleBasedStateMachine,
+  initialize,
+  invariant,
+  precondition,
+  rule,
+)
+
+from gyre.elastic import cells
+from gyre.elastic import scheduler as sched
+from gyre.elastic.dispatch import Law
+
+LAYOUTS = (
+  cells.fixed_partition(1, 1, 4),
+  cells.fixed_partition(1, 2, 2),
+  cells.global_switch(2, 3),
+  cells.coarse_switch(2, 1, 3),
+  cells.fine_switch(2, 1, 3),
+  cells.fine_switch(4, 1, 2),
+  cells.fine_switch(3, 1, 3, standalone_nodes=1),
+)
+
+
+@st.composite
+def laws(draw):
+  batch = draw(st.integers(1, 3))
+  law = Law(
+    phi=draw(st.integers(0, 2 * batch)) / batch,
+    mu=draw(st.integers(1, 3)),
+    batch=batch,
+    group_size=draw(st.integers(1, 3)),
+  )
+  window = draw(st.sampled_from([None, 1, 2, 5]))
+  over = draw(st.sampled_from([None, 0, 1, 2]))
+  bound = None if over is None else law.fifo_max + over
+  return Law(law.phi, law.mu, batch, law.group_size, window, bound)
+
+
+class Interleavings(RuleBasedStateMachine):
+  """Anything that can happen happens, at any moment."""
+
+  @initialize(
+    layout=st.sampled_from(LAYOUTS),
+    law=laws(),
+    bursts=st.integers(1, 3),
+    streaming=st.booleans(),
+    endless=st.booleans(),
+    policy=st.sampled_from(sorted(sched.policies.POLICIES)),
+  )
+  def start(self, layout, law, bursts, streaming, endless, policy):
+    self.world = World(
+      layout,
+      law,
+      bursts * law.mu,
+      streaming=streaming,
+      endless=endless,
+      policy=policy,
+    )
+    self.world.begin()
+
+  def _some(self, data, values):
+    return data.draw(st.sampled_from(sorted(values)))
+
+  @precondition(lambda self: self.world.where)
+  @rule(data=st.data(), scored=st.sampled_from([True, True, True, False]))
+  def finish(self, data, scored):
+    self.world.finish(self._some(data, self.world.where), scored)
+
+  @precondition(lambda self: self.world.where)
+  @rule(seed=st.integers(0, 99), count=st.integers(1, 12))
+  def finish_some(self, seed, count):
+    rng = random.Random(seed)
+    for _ in range(count):
+      if self.world.where and not self.world.stopped:
+        self.world.finish(rng.choice(sorted(self.world.where)))
+
+  @precondition(lambda self: self.world.transfers)
+  @rule(fails=st.sampled_from([False, False, False, True]))
+  def switch(self, fails):
+    (name,) = self.world.transfers
+    if fails:
+      self.world.switch_fails(name)
+    else:
+      self.world.switch_done(name)
+
+  @precondition(lambda self: self.world.publishing is not None)
+  @rule()
+  def publish(self):
+    self.world.publish_done()
+
+  @precondition(lambda self: self.world.trains())
+  @rule(data=st.data())
+  def train(self, data):
+    self.world.train(self._some(data, self.world.trains()))
+
+  @precondition(lambda self: self.world.trains() and self.world.claims)
+  @rule(seed=st.integers(0, 99))
+  def train_all(self, seed):
+    rng = random.Random(seed)
+    for _ in self.world.claims:
+      trains = self.world.trains()
+      if trains:
+        self.world.train(rng.choice(trains))
+
+  @precondition(lambda self: self.world.drained and not self.world.told_drained)
+  @rule()
+  def drain(self):
+    self.world.drain()
+
+  @precondition(lambda self: self.world.applying)
+  @rule()
+  def commit(self):
+    self.world.commit()
+
+  @rule(data=st.data())
+  def down(self, data):
+    alive = [n for n, s in self.world.sites.items() if s.holder != "dead"]
+    if alive and data.draw(st.integers(0, 2)) == 0:
+      self.world.down(self._some(data, alive))
+
+  @precondition(lambda self: self.world.dead())
+  @rule(data=st.data())
+  def up(self, data):
+    self.world.up(self._some(data, self.world.dead()))
+
+  @rule(data=st.data())
+  def again(self, data):
+    """News heard before, in any order, changes nothing."""
+    world = self.world
+    event = data.draw(st.sampled_from(world.past))
+    if isinstance(event, sched.Drained) and not world.told_drained:
+      return  # a new one may be true; its source tells them in order
+    state = world.state
+    assert sched.decide(state, event) == (state, ())
+
+  @rule(
+    group=st.integers(-1, 60),
+    index=st.integers(-1, 4),
+    number=st.integers(0, 9),
+    name=st.sampled_from(["core", "cell1", "trainer", "nowhere"]),
+  )
+  def nonsense(self, group, index, number, name):
+    """News that can't be changes nothing."""
+    world, now = self.world, self.world.time
+    events = [
+      sched.SwitchDone(now, name, 10_000),
+      sched.SwitchFailed(now, name, 10_000),
+      sched.CellDown(now, name, 10_000),
+      sched.CellUp(now, name, 10_000),
+    ]
+    unfinished = set(world.where) | world.waiting
+    if (group, index) not in unfinished:
+      events.append(sched.Finished(now, (group, index)))
+    if number != world.version + 1:
+      events += [sched.Drained(now, number), sched.Applied(now, number)]
+    if number != world.publishing:
+      events.append(sched.Published(now, number))
+    state = world.state
+    for event in events:
+      assert sched.decide(state, event) == (state, ())
+
+  @invariant()
+  def something_can_happen(self):
+    world = getattr(self, "world", None)
+    if world is not None and not world.stopped:
+      assert world.choices()
+
+  def teardown(self):
+    """When nothing fails any more the run comes to its end."""
+    world = getattr(self, "world", None)
+    if world is None:
+      return
+    for site in world.sites.values():
+      if site.holder == "dead" and not world.stopped:
+        world.up(site.cell.name)
+    world.run(random.Random(0), 20_000)
+    assert world.stopped
+    assert len(world.committed) == world.steps * world.law.batch
+    assert not set(world.committed) & set(world.dropped)
+    if not world.dropped and not world.state.plan.endless:
+      mean = sum(world.staleness) / len(world.staleness)
+      bursts = world.steps // world.law.mu
+      if world.law.extra // (world.law.mu * world.law.batch) < bursts:
+        assert mean == pytest.approx(world.law.cold_start_mean(bursts))
+
+
+_COMMON = {
+  "deadline": None,
+  "suppress_health_check": list(HealthCheck),
+}
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(
+  max_examples=60, stateful_step_count=60, **_COMMON
+)
+
+
+class TestManyInterleavings(Interleavings.TestCase):
+  """The same, for long."""
+
+  settings = settings(max_examples=20_000, stateful_step_count=80, **_COMMON)
+
+
+TestManyInterleavings.pytestmark = [pytest.mark.slow]

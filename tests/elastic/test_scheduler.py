@@ -1,0 +1,276 @@
+"""Whole runs of the scheduler in a world that checks every action."""
+
+import random
+
+import pytest
+from elastic_world import World
+
+from gyre.elastic import cells
+from gyre.elastic import scheduler as sched
+from gyre.elastic.cells import Cell, Layout
+from gyre.elastic.dispatch import Law
+
+LAYOUTS = {
+  "fixed": cells.fixed_partition(2, 2, 5),
+  "global": cells.global_switch(4, 5),
+  "coarse": cells.coarse_switch(3, 1, 5),
+  "fine": cells.fine_switch(4, 1, 5),
+  "fine and standalone": cells.fine_switch(3, 1, 5, standalone_nodes=1),
+}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("phi,mu", [(0, 1), (0.5, 3), (1.5, 1), (0, 4)])
+def test_runs_to_the_end(name, streaming, phi, mu):
+  law = Law(phi, mu, 4, 2, window=9)
+  for seed in range(3):
+    world = World(LAYOUTS[name], law, 2 * mu + 1, streaming=streaming)
+    world.run(random.Random(seed))
+    assert world.committed == list(world.consumed)
+    assert sorted(world.committed) == list(range((2 * mu + 1) * 4))
+
+
+def _of(world, kind):
+  return [a for _, actions in world.log for a in actions if type(a) is kind]
+
+
+def _cells(*names):
+  return Layout(
+    tuple(
+      Cell(name, (i,), 4, "satellite" if i else "core")
+      for i, name in enumerate(names)
+    )
+  )
+
+
+def test_the_waterlevel():
+  """A cell leaves iff what is unfinished fits the rest, the core first."""
+  world = World(_cells("core", "a", "b"), Law(0, 1, 3, 4), 2)
+  world.begin()
+  assert [len(s.runs) for s in world.sites.values()] == [4, 4, 4]
+  # Later cells stay longest, so they are filled first: group 0 runs on b.
+  assert world.sites["b"].runs == {(0, i) for i in range(4)}
+  for i in range(3):
+    assert world.finish((0, i)) == ()
+  # w = 8 <= C_R - C_e = 8, and group 0 is whole.
+  actions = world.finish((0, 3))
+  moved = [(2, i) for i in range(4)]
+  assert actions == (
+    sched.Consume(0, 1),
+    *(sched.Migrate(e, "core", "b") for e in moved),
+    sched.Switch("core", "train", 1),
+  )
+  # Transfers are serial: a waits until the core is in training.
+  for i in range(4):
+    assert not any(isinstance(a, sched.Switch) for a in world.finish((1, i)))
+  actions = world.switch_done("core")
+  assert actions == (sched.Switch("a", "train", 2),)
+
+
+def test_nothing_to_train_on_nobody_leaves():
+  world = World(_cells("core", "a"), Law(0, 1, 2, 2), 1)
+  world.begin()
+  world.finish((0, 0))
+  world.finish((1, 0))
+  # w = 2 would fit a alone, but no group is whole.
+  assert not _of(world, sched.Switch)
+
+
+def test_standalone_cells_are_filled_first():
+  layout = cells.fine_switch(2, 1, 3, standalone_nodes=1)
+  world = World(layout, Law(0, 1, 2, 2), 1)
+  world.begin()
+  assert [len(world.sites[n].runs) for n in ("pool", "cell1", "core")] == [
+    3,
+    1,
+    0,
+  ]
+
+
+def test_without_streaming_a_burst_waits_for_all_its_groups():
+  law = Law(0, 2, 2, 1)
+  world = World(cells.global_switch(1, 8), law, 2, streaming=False)
+  world.begin()
+  for group in range(3):
+    assert world.finish((group, 0)) == ()
+  actions = world.finish((3, 0))
+  assert actions[:2] == (sched.Consume(0, 1), sched.Consume(1, 1))
+  assert actions[2:] == (sched.Switch("core", "train", 1),)
+
+
+def test_the_core_stays_iff_the_next_batch_is_ready():
+  stays = World(_cells("core", "a"), Law(2, 1, 1, 1), 4)
+  goes = World(_cells("core", "a"), Law(2, 1, 1, 1), 4)
+  for world, whole in ((stays, (0, 1, 2)), (goes, (0,))):
+    world.begin()
+    for group in whole:
+      world.finish((group, 0))
+    while world.published < 1 and not world.stopped:
+      for name in list(world.transfers):
+        world.switch_done(name)
+      world.train("core")
+      if world.applying:
+        world.commit()
+      elif world.publishing is not None:
+        world.publish_done()
+      elif world.drained and not world.told_drained:
+        world.drain()
+  back = [a for a in _of(stays, sched.Switch) if a.role == "rollout"]
+  assert "core" not in [a.cell for a in back]
+  while goes.transfers:
+    goes.switch_done(goes.transfers[0])
+  back = [a for a in _of(goes, sched.Switch) if a.role == "rollout"]
+  assert "core" in [a.cell for a in back]
+
+
+def test_a_failed_switch_rolls_back_and_is_tried_again():
+  world = World(_cells("core", "a"), Law(0, 1, 1, 2), 1)
+  world.begin()
+  world.finish((0, 0))
+  world.finish((0, 1))
+  assert world.transfers == ["core"]
+  actions = world.switch_fails("core")
+  assert actions == (sched.Switch("core", "train", 2),)
+  world.run(random.Random(0))
+
+
+def test_a_lost_group_is_replaced_at_once():
+  world = World(_cells("core", "a"), Law(0, 1, 1, 2), 1)
+  world.begin()
+  world.finish((0, 0), scored=False)
+  actions = world.finish((0, 1), scored=False)
+  assert actions[:2] == (sched.Drop(0, "lost"), sched.Admit(1, 0))
+  assert len(_of(world, sched.Start)) == 4
+  world.run(random.Random(0))
+  assert world.committed == [1]
+  assert world.state.counts.lost == 1
+
+
+def test_a_partly_scored_group_is_trained():
+  world = World(_cells("core", "a"), Law(0, 1, 1, 2), 1)
+  world.begin()
+  world.finish((0, 0), scored=False)
+  assert sched.Consume(0, 1) in world.finish((0, 1))
+
+
+def test_staleness_beyond_the_maximum_is_never_trained():
+  """In completion order one group stays behind until it is too stale."""
+  law = Law(1, 1, 2, 2, max_staleness=2)
+  world = World(cells.fixed_partition(1, 1, 100), law, 8)
+  rng = random.Random(0)
+  world.begin()
+  while not world.stopped:
+    able = [e for e in world.where if e[0] != 0]
+    others = [c for c in world.choices()[bool(world.where) :]]
+    if others:
+      rng.choice(others)(rng)
+    else:
+      world.finish(rng.choice(able))
+  assert world.dropped[0] == "stale"
+  assert max(world.staleness) <= 2
+  assert world.state.counts.stale == len(world.dropped)
+  assert len(set(world.committed)) == 16
+  # Its replacement carried the version published at that moment.
+  drop = next(
+    actions for _, actions in world.log if sched.Drop(0, "stale") in actions
+  )
+  at = drop.index(sched.Drop(0, "stale"))
+  assert any(isinstance(a, sched.Admit) for a in drop[at:])
+
+
+def test_a_replacement_that_does_not_fit_calls_a_cell_back():
+  """Every cell trains when the last group turns out to be lost."""
+  world = World(_cells("core"), Law(0, 1, 2, 1), 1)
+  world.begin()
+  world.finish((0, 0))
+  actions = world.finish((1, 0), scored=False)
+  assert sched.Start((2, 0), "core") in actions
+  assert not world.transfers
+  two = World(_cells("core", "a"), Law(0, 1, 2, 4), 1)
+  two.begin()
+  for i in range(4):
+    two.finish((0, i))
+  two.switch_done("core")
+  for i in range(3):
+    two.finish((1, i), scored=False)
+  # One more and w = 0 would let `a` leave too; it is lost instead.
+  actions = two.finish((1, 3), scored=False)
+  assert actions[0] == sched.Drop(1, "lost")
+  assert sum(isinstance(a, sched.Start) for a in actions) == 4
+
+
+def test_a_dead_rollout_cell_hands_its_executions_on():
+  world = World(_cells("core", "a", "b"), Law(0, 1, 2, 4), 1)
+  world.begin()
+  running = sorted(world.sites["b"].runs)
+  actions = world.down("b")
+  assert actions == tuple(sched.Migrate(e, "b", "core") for e in running)
+  # No slot is free now: what ran waits first in line, and starts again.
+  lost = set(world.sites["a"].runs)
+  assert world.down("a") == ()
+  assert world.waiting == lost
+  assert world.up("b") == (sched.Switch("b", "rollout", 1),)
+  actions = world.switch_done("b")
+  assert {a.execution for a in actions} == lost
+  assert all(a.cell == "b" for a in actions)
+
+
+def test_a_lost_core_is_rehosted_on_a_training_satellite():
+  world = World(_cells("core", "a", "b"), Law(0, 1, 2, 4), 2)
+  world.begin()
+  for i in range(4):
+    world.finish((0, i))
+  world.switch_done("core")
+  world.train("core")
+  for i in range(4):
+    world.finish((1, i))
+  world.switch_done("a")
+  actions = world.down("core")
+  assert sched.Rehost("a", 4) in actions or world.transfers == ["b"]
+  world.run(random.Random(1))
+  assert world.core != "core"
+  assert sorted(world.committed) == [0, 1, 2, 3]
+
+
+def test_a_trainer_that_died_is_rehosted_on_itself():
+  world = World(cells.fixed_partition(1, 1, 8), Law(1, 1, 2, 2), 3)
+  world.begin()
+  world.down("trainer")
+  assert world.up("trainer") == (sched.Rehost("trainer", 1),)
+  world.run(random.Random(0))
+  assert len(world.committed) == 6
+
+
+def test_news_of_an_earlier_life_changes_nothing():
+  world = World(_cells("core", "a"), Law(0, 1, 1, 2), 1)
+  world.begin()
+  world.finish((0, 0))
+  world.finish((0, 1))
+  old = world.sites["core"].ticket
+  world.down("core")
+  world.up("core")
+  state = world.state
+  for event in (
+    sched.SwitchDone(world.time, "core", old),
+    sched.SwitchFailed(world.time, "core", old),
+    sched.CellDown(world.time, "core", 0),
+    sched.CellUp(world.time, "core", 0),
+    sched.Finished(world.time, (0, 1)),
+    sched.Finished(world.time, (9, 0)),
+    sched.Drained(world.time, 2),
+    sched.Applied(world.time, 1),
+    sched.Published(world.time, 0),
+    sched.SwitchDone(world.time, "nowhere"),
+    sched.CellDown(world.time, "nowhere"),
+    sched.Begin(world.time),
+  ):
+    assert sched.decide(state, event) == (state, ())
+  world.run(random.Random(0))
+
+
+def test_an_unknown_policy_is_refused():
+  with pytest.raises(ValueError, match="policy 'tide' is none of"):
+    sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=1, policy="tide")
+  with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
+    sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=0)
