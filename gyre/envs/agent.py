@@ -272,6 +272,7 @@ class _Loop:
       ids=prompt.ids,
       stop_ids=self._renderer.stop_ids,
       request_id=f"{execution_id}#{number}",
+      execution_id=execution_id,
       **sampling,
     )
     start = self._clock()

@@ -326,6 +326,7 @@ class Execution:
           ids=np.concatenate([live.prompt.ids, live.ids]).astype(np.int32),
           stop_ids=self._renderer.stop_ids,
           request_id=f"{self._names['execution_id']}#{live.number}",
+          execution_id=self._names["execution_id"],
           **sampling,
         )
         completion = await calls_lib.generate(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
+from typing import Any
 
 import numpy as np
 
+from gyre import types
 from gyre.rollout import engine as engine_lib
 
 MAX_FRUITLESS = 64
 _PAUSE_S = 0.01
 _ABORT_AGAIN_S = 0.25
+_DISTANT_S = 1e9
 
 
 def call_seed(seed: int, group_id: str, execution_id: str, call: int) -> int:
@@ -21,20 +25,142 @@ def call_seed(seed: int, group_id: str, execution_id: str, call: int) -> int:
   return int.from_bytes(hashlib.sha256(key).digest()[:4], "big")
 
 
-def _joined(
-  parts: list[engine_lib.Completion], reason: str
-) -> engine_lib.Completion:
-  def joined(field: str, dtype: type) -> np.ndarray:
-    arrays = [np.asarray(getattr(p, field), dtype) for p in parts]
-    return np.concatenate([np.zeros(0, dtype), *arrays])
+class Partial:
+  """A request and what was sampled of it so far, by whichever engines.
 
-  return engine_lib.Completion(
-    ids=joined("ids", np.int32),
-    logprobs=joined("logprobs", np.float32),
-    versions=joined("versions", np.int32),
-    finish_reason=reason,
-    routing=parts[-1].routing if parts else None,
-  )
+  Prompt and partial, sent again with the same seed, go on identically
+  anywhere. What an engine streamed before it failed counts.
+  """
+
+  def __init__(
+    self,
+    request: engine_lib.Request,
+    on_token: engine_lib.OnToken | None = None,
+  ):
+    """Nothing is sampled yet.
+
+    Args:
+      request: what to continue.
+      on_token: as for Engine.generate; told of each token once.
+    """
+    self.request = request
+    self._on_token = on_token
+    self._ids: list[int] = []
+    self._logprobs: list[float] = []
+    self._versions: list[int] = []
+    self._routing: np.ndarray | None = None
+    self._turn = 0
+
+  def __len__(self) -> int:
+    """Tokens sampled."""
+    return len(self._ids)
+
+  @property
+  def ended(self) -> types.FinishReason | None:
+    """Why no token is left to sample, or None."""
+    if self._ids and self._ids[-1] in self.request.stop_ids:
+      return "stop"
+    if self._ids and len(self._ids) >= self.request.max_new_tokens:
+      return "length"
+    return None
+
+  def rest(self, **changes: Any) -> engine_lib.Request:
+    """The request for what is left, with these fields replaced."""
+    if self._ids:
+      ids = np.concatenate([np.asarray(self.request.ids), self._ids])
+      changes["ids"] = ids.astype(np.int32)
+      changes["max_new_tokens"] = self.request.max_new_tokens - len(self._ids)
+    return dataclasses.replace(self.request, **changes)
+
+  async def send(
+    self, engine: engine_lib.Engine, **changes: Any
+  ) -> types.FinishReason:
+    """Sends an engine what is left, and takes what it samples.
+
+    Args:
+      engine: where to.
+      **changes: fields of the request to replace.
+
+    Returns:
+      Why the engine ended; "abort" only where something is left.
+
+    Raises:
+      EngineError: of the engine; what it streamed before is kept.
+    """
+    self._turn += 1
+    turn, before = self._turn, len(self._ids)
+
+    def take(*token: Any) -> None:
+      # An engine that was left behind may still speak.
+      if turn == self._turn:
+        self._take(*token)
+
+    completion = await engine.generate(self.rest(**changes), take)
+    streamed = len(self._ids) - before
+    for token in zip(
+      completion.ids[streamed:],
+      completion.logprobs[streamed:],
+      completion.versions[streamed:],
+      strict=True,
+    ):
+      take(*token)
+    self._routing = completion.routing
+    reason = completion.finish_reason
+    return (self.ended or reason) if reason == "abort" else reason
+
+  def _take(self, token: int, logprob: float, version: int) -> None:
+    self._ids.append(int(token))
+    self._logprobs.append(float(logprob))
+    self._versions.append(int(version))
+    if self._on_token is not None:
+      self._on_token(int(token), float(logprob), int(version))
+
+  def completion(self, reason: types.FinishReason) -> engine_lib.Completion:
+    """All that was sampled, ended for this reason."""
+    return engine_lib.Completion(
+      ids=np.asarray(self._ids, np.int32),
+      logprobs=np.asarray(self._logprobs, np.float32),
+      versions=np.asarray(self._versions, np.int32),
+      finish_reason=reason,
+      routing=self._routing,
+    )
+
+
+async def end(
+  engine: engine_lib.Engine,
+  request_id: str,
+  work: asyncio.Future,
+  timeout_s: float = _DISTANT_S,
+) -> None:
+  """Aborts a request, again until it is heard.
+
+  Args:
+    engine: that serves the request.
+    request_id: its name there.
+    work: its generate().
+    timeout_s: for how long to try.
+
+  Returns:
+    When `work` is done, or the time is up.
+  """
+
+  async def ask() -> None:
+    # What is wrong with the engine, `work` says.
+    with contextlib.suppress(engine_lib.EngineError):
+      await engine.abort(request_id)
+
+  loop = asyncio.get_running_loop()
+  until = loop.time() + timeout_s
+  asking: asyncio.Future | None = None
+  try:
+    while not work.done() and (left := until - loop.time()) > 0:
+      if asking is None or asking.done():
+        asking = asyncio.ensure_future(ask())
+      # A router may not have placed it yet.
+      await asyncio.wait({work}, timeout=min(_ABORT_AGAIN_S, left))
+  finally:
+    if asking is not None and not asking.done():
+      asking.cancel()
 
 
 async def generate(
@@ -47,9 +173,9 @@ async def generate(
 ) -> engine_lib.Completion:
   """One completion; a call that an engine gave up is sent again.
 
-  An engine that is paused, gets new weights or leaves with its cell aborts its
-  requests. Prompt and partial go out again, with the same seed, until the
-  completion is whole: it is one call, and nobody else notices.
+  An engine that is paused or leaves with its cell aborts its requests. What
+  is left goes out again until the completion is whole: it is one call, and
+  nobody else notices.
 
   Args:
     engine: may be a router over several.
@@ -68,32 +194,20 @@ async def generate(
   """
   loop = asyncio.get_running_loop()
   deadline = None if timeout_s is None else loop.time() + timeout_s
-  parts: list[engine_lib.Completion] = []
+  partial = Partial(request, on_token)
   waiter = asyncio.ensure_future(until.wait()) if until is not None else None
   try:
     fruitless = 0
     while fruitless < MAX_FRUITLESS:
-      sampled = [i for p in parts for i in p.ids]
-      ids = np.concatenate([np.asarray(request.ids), np.asarray(sampled)])
-      resent = dataclasses.replace(
-        request,
-        ids=ids.astype(np.int32),
-        max_new_tokens=request.max_new_tokens - len(sampled),
-      )
       left = None if deadline is None else deadline - loop.time()
       if (left is not None and left <= 0) or (until and until.is_set()):
-        return _joined(parts, "abort")
-      part, ours = await _attempt(engine, resent, left, waiter, on_token)
-      parts.append(part)
-      reason = part.finish_reason
-      if reason == "abort" and sum(len(p.ids) for p in parts) == (
-        request.max_new_tokens
-      ):
-        reason = "length"
+        return partial.completion("abort")
+      before = len(partial)
+      reason, ours = await _attempt(engine, partial, left, waiter)
       if reason != "abort" or ours:
-        return _joined(parts, reason)
+        return partial.completion(reason)
       # The engine gave the slot away: go on from there.
-      fruitless = 0 if len(part.ids) else fruitless + 1
+      fruitless = 0 if len(partial) > before else fruitless + 1
       await asyncio.sleep(_PAUSE_S)
   finally:
     if waiter is not None:
@@ -106,27 +220,24 @@ async def generate(
 
 async def _attempt(
   engine: engine_lib.Engine,
-  request: engine_lib.Request,
+  partial: Partial,
   left: float | None,
   waiter: asyncio.Future | None,
-  on_token: engine_lib.OnToken | None,
-) -> tuple[engine_lib.Completion, bool]:
-  """Sends a request once.
+) -> tuple[types.FinishReason, bool]:
+  """Sends what is left once.
 
   Returns:
-    The completion, and whether it was we who ended it.
+    Why the engine ended, and whether it was we who ended it.
   """
-  work = asyncio.ensure_future(engine.generate(request, on_token))
+  name = partial.request.request_id
+  work = asyncio.ensure_future(partial.send(engine))
   try:
     ends = {work} if waiter is None else {work, waiter}
     await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     ours = not work.done()
-    while not work.done():
-      # A router may not have placed it yet: said until it is heard.
-      await engine.abort(request.request_id)
-      await asyncio.wait({work}, timeout=_ABORT_AGAIN_S)
+    await end(engine, name, work)
     return await work, ours
   finally:
     if not work.done():
       work.cancel()
-      await engine.abort(request.request_id)
+      await engine.abort(name)

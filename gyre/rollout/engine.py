@@ -53,6 +53,8 @@ class Request:
     want_routing: record the experts chosen (None for a dense model).
     cache_salt: requests share cached prefixes only within one salt.
     min_version: refuse (StaleVersion) under older weights.
+    execution_id: whose call it is; a router sends it where the execution is
+      placed. Empty: nobody's, any engine will do.
   """
 
   ids: Sequence[int] | np.ndarray
@@ -66,6 +68,7 @@ class Request:
   want_routing: bool = False
   cache_salt: str = ""
   min_version: int = 0
+  execution_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,6 +169,8 @@ class Engine(Protocol):
   async def load_weights(self, weights: Any, version: int) -> None:
     """Serves new weights; live requests prefill again and go on.
 
+    Legal while asleep: they take device memory when the engine wakes.
+
     Args:
       weights: a types.Snapshot or a parameter pytree.
       version: not below the current one.
@@ -176,11 +181,11 @@ class Engine(Protocol):
     ...
 
   async def sleep(self) -> None:
-    """Frees device memory; live and new requests wait for wake."""
+    """Frees device memory, weights included; requests wait, live and new."""
     ...
 
   async def wake(self) -> None:
-    """Takes device memory again and goes on."""
+    """Takes device memory again; goes on once it has been given weights."""
     ...
 
   def stats(self) -> EngineStats:

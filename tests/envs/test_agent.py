@@ -292,10 +292,12 @@ class SlowPolicy(scripted.ScriptedPolicy):
 
   async def generate(self, request, on_token=None):
     self.live.add(request.request_id)
-    whole = await super().generate(request, on_token)
+    whole = await super().generate(request)
     for n in range(len(whole.ids)):
       if request.request_id not in self.live:
         return cut(whole, n)
+      if on_token is not None:
+        on_token(int(whole.ids[n]), 0.0, int(whole.versions[n]))
       await asyncio.sleep(self.tick_s)
     self.live.discard(request.request_id)
     return whole
