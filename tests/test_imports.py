@@ -19,7 +19,7 @@ ONLY = {
 }
 # These never import JAX, so that the proxy, the store and the analysis start
 # at once and run where JAX is not installed.
-NO_JAX = {"types", "config", "trajectory", "store", "elastic", "analysis"}
+NO_JAX = "types config trajectory store elastic sim analysis".split()
 
 
 def _sources():
