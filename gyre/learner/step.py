@@ -408,7 +408,7 @@ class Programs:
     fused: of make_train_step.
     apply: of make_apply.
     zeros: (params, version) -> GradSums of nothing.
-    combine: (GradSums, GradSums) -> their sum; both are used up.
+    combine: (GradSums, GradSums) -> their sum; the first is used up.
   """
 
   layout: Layout
@@ -458,7 +458,7 @@ def make_programs(
     ),
     apply=make_apply(optimizer, schedule, mesh, specs=specs, rules=rules),
     zeros=layout.jit(zero_sums, (layout.params(), layout.whole()), sums),
-    combine=layout.jit(combine_sums, (sums, sums), sums, donate_argnums=(0, 1)),
+    combine=layout.jit(combine_sums, (sums, sums), sums, donate_argnums=0),
   )
 
 

@@ -378,7 +378,7 @@ class CoreWorker(CellWorker):
       self.trainer.state, got = self.trainer.programs.apply(
         self.trainer.state, total
       )
-      metrics = jax.device_get(got)
+      metrics = {k: v.item() for k, v in jax.device_get(got).items()}
       _delete(total)
     self.trainer.set_version(version)
     self._version = version
