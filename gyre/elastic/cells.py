@@ -56,6 +56,11 @@ class Cell:
         f"cell {self.name} of kind {self.kind} can't be divisible; only a core "
         "or a trainer can"
       )
+    if self.divisible and not (self.slots and len(self.devices) > 1):
+      raise ValueError(
+        f"divisible cell {self.name} has {len(self.devices)} devices and "
+        f"{self.slots} slots; it needs >= 2 and >= 1"
+      )
 
   @property
   def borrows(self) -> bool:
@@ -188,6 +193,7 @@ class Post:
     life: how often it went down; events of earlier lives are refused.
     back: a cell that is down in role but up again, and waits to serve.
     until: in training, the version at whose publication it returns.
+    closing: it serves what it has, and is given no more.
   """
 
   cell: Cell
@@ -195,6 +201,7 @@ class Post:
   life: int = 0
   back: bool = False
   until: int = 0
+  closing: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,11 +212,13 @@ class Fleet:
     posts: by name, in the order of the layout. Never changed in place.
     core: name of the cell that holds, or last held, the optimizer state.
     hosted: False since the core died; the next cell to train re-hosts it.
+    lent: name of the cell of the core's lent devices, or None.
   """
 
   posts: Mapping[str, Post]
   core: str
   hosted: bool = True
+  lent: str | None = None
 
   @functools.cached_property
   def serving(self) -> tuple[str, ...]:

@@ -89,6 +89,32 @@ class CellUp:
   life: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ResizeAsked:
+  """The core is to train on this many of its devices, until asked again."""
+
+  time: float
+  devices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Resized:
+  """The core trains on the devices of the Resize under way."""
+
+  time: float
+  cell: str
+  ticket: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeFailed:
+  """It trains on the devices of before."""
+
+  time: float
+  cell: str
+  ticket: int | None = None
+
+
 Event = (
   Begin
   | Finished
@@ -99,6 +125,9 @@ Event = (
   | Published
   | CellDown
   | CellUp
+  | ResizeAsked
+  | Resized
+  | ResizeFailed
 )
 
 
@@ -148,6 +177,19 @@ class Rehost:
 
 
 @dataclasses.dataclass(frozen=True)
+class Resize:
+  """The core goes on on these devices, full state; the rest is freed.
+
+  A cell that was lent the devices is empty and closed first. Answered by
+  Resized or ResizeFailed.
+  """
+
+  cell: str
+  devices: tuple[int, ...]
+  ticket: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Consume:
   """A group goes into the claim queue of an update."""
 
@@ -188,6 +230,7 @@ Action = (
   | Migrate
   | Switch
   | Rehost
+  | Resize
   | Consume
   | Apply
   | Publish

@@ -9,14 +9,18 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def vacate(state: State, cell: str) -> Step:
-  """Moves what runs on a cell to free slots; the rest waits again, first."""
+  """Moves what runs on a cell to free slots.
+
+  The rest stays, or if the cell is dead waits again, first.
+  """
   members = state.work.on(cell)
   free = free_slots(state, len(members), without=cell)
   moves = list(zip(members, free, strict=False))
   work = state.work
   if moves:
     work = work.move(moves)
-  if len(free) < len(members):
+  dead = state.fleet.posts[cell].role == "down"
+  if dead and len(free) < len(members):
     work = work.requeue(members[len(free) :])
   return state.but(work=work), tuple(Migrate(e, cell, t) for e, t in moves)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from gyre.elastic import moves
+from gyre.elastic import moves, resizing
 from gyre.elastic.dispatch import Group
 from gyre.elastic.messages import (
   Applied,
@@ -17,6 +17,9 @@ from gyre.elastic.messages import (
   Publish,
   Published,
   Rehost,
+  ResizeAsked,
+  Resized,
+  ResizeFailed,
   Switch,
   SwitchDone,
   SwitchFailed,
@@ -63,9 +66,11 @@ def drop(state: State, group: Group, reason: str) -> moves.Step:
 
 def _under_way(state: State, event: SwitchDone | SwitchFailed) -> bool:
   """Whether an event answers the transfer under way."""
-  if state.transfer is None or state.publishing:
+  if state.transfer is None:
     return False
   action = state.transfer.action
+  if not isinstance(action, (Switch, Rehost)):
+    return False
   return event.cell == action.cell and event.ticket in (None, action.ticket)
 
 
@@ -133,7 +138,7 @@ def _cell_down(state: State, event: CellDown) -> moves.Step:
     trainer = dataclasses.replace(state.trainer, drained=False, applying=False)
     state = state.but(trainer=trainer)
   transfer = state.transfer
-  if post.role in ("to_train", "to_rollout"):
+  if transfer and not state.publishing and transfer.action.cell == event.cell:
     transfer = None
   state = state.but(fleet=fleet, transfer=transfer)
   return moves.vacate(state, event.cell)
@@ -158,4 +163,7 @@ NOTES = {
   Published: _published,
   CellDown: _cell_down,
   CellUp: _cell_up,
+  ResizeAsked: resizing.noted,
+  Resized: resizing.done,
+  ResizeFailed: resizing.failed,
 }

@@ -23,7 +23,7 @@ class Policy:
     name: as in the configuration.
     leaves: (state, cell name) -> whether that cell, the next in order and in
       rollout, leaves for training now. Only asked when there is something to
-      train on; what does not fit the other cells is then queued again.
+      train on and what runs on it fits the free slots of the others.
   """
 
   name: str

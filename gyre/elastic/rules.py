@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from gyre.elastic import moves, notes
+from gyre.elastic import moves, notes, resizing
 from gyre.elastic.dispatch import Group
 from gyre.elastic.messages import (
   Action,
@@ -99,6 +99,8 @@ def consume(state: State) -> moves.Step:
   if not state.queue.whole or not room or state.over:
     return state, ()
   if trainer.published < state.boundary and not state.publishing:
+    return state, ()
+  if not trainer.claims and resizing.due(state):
     return state, ()
   needed = 1 if state.plan.streaming else room
   if not state.plan.streaming and trainer.version == state.boundary:
@@ -258,7 +260,11 @@ def leave(state: State) -> moves.Step:
   for post in state.fleet.in_order("rollout"):
     if not post.cell.borrows:
       continue
-    if state.plan.policy.leaves(state, post.cell.name):
+    name = post.cell.name
+    free = len(moves.free_slots(state, state.work.load.get(name, 0), name))
+    if free < state.work.load.get(name, 0):
+      break
+    if state.plan.policy.leaves(state, name):
       return _switch(state, post.cell.name, "train")
     break
   return state, ()
@@ -280,8 +286,10 @@ RULES = (
   drop_stale,
   apply,
   publish,
+  resizing.resize,
   replenish,
   consume,
+  resizing.clear_lent,
   start,
   bring_back,
   rehost,

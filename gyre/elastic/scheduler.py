@@ -15,6 +15,7 @@ from gyre.elastic import (
   notes,
   placement,
   policies,
+  resizing,
   rules,
 )
 from gyre.elastic.cells import Cell, Layout
@@ -36,6 +37,10 @@ from gyre.elastic.messages import (
   Publish,
   Published,
   Rehost,
+  Resize,
+  ResizeAsked,
+  Resized,
+  ResizeFailed,
   Start,
   Stop,
   Switch,
@@ -65,6 +70,10 @@ __all__ = [
   "Publish",
   "Published",
   "Rehost",
+  "Resize",
+  "ResizeAsked",
+  "ResizeFailed",
+  "Resized",
   "Resumed",
   "Start",
   "State",
@@ -72,9 +81,12 @@ __all__ = [
   "Switch",
   "SwitchDone",
   "SwitchFailed",
+  "ask_resize",
   "begin",
   "decide",
 ]
+
+ask_resize = resizing.ask
 
 
 def begin(

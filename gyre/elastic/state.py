@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from gyre.elastic import cells, dispatch, placement, policies
-from gyre.elastic.messages import Publish, Rehost, Switch
+from gyre.elastic.messages import Publish, Rehost, Resize, Switch
 from gyre.elastic.placement import Execution
 
 
@@ -40,7 +40,7 @@ class Transfer:
     before: the role of its cell before, to which a failure returns.
   """
 
-  action: Switch | Rehost | Publish
+  action: Switch | Rehost | Resize | Publish
   before: cells.Role | None = None
 
 
@@ -124,6 +124,7 @@ class State:
     transfer: what is under way, or None.
     next_group: number of the next group.
     now: time of the latest event.
+    wanted: devices that the core should train on; None: as in the layout.
     phase: "new" before Begin, "stopped" after Stop.
   """
 
@@ -136,6 +137,7 @@ class State:
   transfer: Transfer | None = None
   next_group: int = 0
   now: float = 0.0
+  wanted: int | None = None
   phase: Literal["new", "running", "stopped"] = "new"
 
   @property

@@ -75,6 +75,10 @@ class World:
     self.applying = False
     self.told_drained = False
     self.publishing: int | None = None
+    self.whole = layout.core
+    self.wanted = len(layout.core.devices)
+    self.resizing: tuple | None = None
+    self.lent: str | None = None
     self.stopped = False
     self.past: list[sched.Event] = []
     self.log: list[tuple[sched.Event, tuple]] = []
@@ -198,6 +202,8 @@ class World:
     site.runs.clear()
     if name == self.core:
       self.core_lives = False
+    if self.resizing and self.resizing[0] == name:
+      self.resizing = None
     return self.send(sched.CellDown(self.tick(), name, life))
 
   def up(self, name: str) -> tuple:
@@ -206,7 +212,50 @@ class World:
     site.holder = "idle"
     return self.send(sched.CellUp(self.tick(), name, site.life))
 
+  def ask(self, devices: int) -> tuple:
+    self.wanted = devices
+    return self.send(sched.ask_resize(self.state, self.tick(), devices))
+
+  def resized(self) -> tuple:
+    """The core has its devices; those it gave up are a site of their own."""
+    name, devices, ticket = self.resizing
+    self.resizing = None
+    self.sites.pop(self.lent, None)
+    self.lent = None
+    site = self.sites[name]
+    gone = set(self.whole.devices) - set(devices)
+    site.cell = dataclasses.replace(
+      self.whole,
+      devices=devices,
+      slots=max(
+        1, int(self.whole.slots * len(devices) / len(self.whole.devices))
+      ),
+    )
+    if gone:
+      self.lent = f"{name}-lent"
+      slots = max(1, self.whole.slots - site.cell.slots)
+      cell = sched.Cell(self.lent, tuple(sorted(gone)), slots, "standalone")
+      self.sites[self.lent] = Site(cell, "idle")
+    return self.send(sched.Resized(self.tick(), name, ticket))
+
+  def resize_fails(self) -> tuple:
+    name, _, ticket = self.resizing
+    self.resizing = None
+    return self.send(sched.ResizeFailed(self.tick(), name, ticket))
+
   # Actions.
+
+  def _resize(self, a) -> None:
+    self._serial()
+    assert a.cell == self.core == self.whole.name and self.core_lives
+    assert self.sites[a.cell].holder == "trainer"
+    assert not self.claims and not self.applying, "resized amid an update"
+    assert len(a.devices) == self.wanted
+    lent = self.sites.get(self.lent)
+    assert lent is None or not lent.runs, "the lent cell is not empty"
+    if lent is not None:
+      lent.holder, lent.version = "dead", None
+    self.resizing = (a.cell, a.devices, a.ticket)
 
   def _admit(self, a) -> None:
     assert a.group not in self.admitted
@@ -246,6 +295,7 @@ class World:
 
   def _serial(self) -> None:
     assert self.publishing is None and not self.transfers
+    assert self.resizing is None
 
   def _switch(self, a) -> None:
     self._serial()
@@ -323,13 +373,15 @@ class World:
   def _stop(self, a) -> None:
     assert self.version == self.published == self.steps
     for site in self.sites.values():
-      fixed = site.cell.kind == "trainer" and site.holder == "trainer"
-      assert fixed or site.holder in ("engine", "dead"), "a cell is not back"
+      back = site.holder in ("engine", "dead")
+      assert back or site.cell.kind == "trainer", "a cell is not back"
     self.stopped = True
 
   # What must hold after every event.
 
   def _check(self) -> None:
+    owned = [d for s in self.sites.values() for d in s.cell.devices]
+    assert len(set(owned)) == len(owned), "a device is owned twice"
     for site in self.sites.values():
       # Devices are held by one: what runs is in an engine that holds them,
       # what was summed in a trainer that does.
@@ -344,10 +396,13 @@ class World:
     if self.version < self.steps and not self.stopped:
       wanted = self._wanted()
       assert len(queued) == wanted, f"{len(queued)} groups, not {wanted}"
+      given_back = self.lent and self.wanted != len(
+        self.sites[self.whole.name].cell.devices
+      )
       free = sum(
         s.cell.slots - len(s.runs)
-        for s in self.sites.values()
-        if s.holder == "engine"
+        for n, s in self.sites.items()
+        if s.holder == "engine" and not (given_back and n == self.lent)
       )
       assert not (self.waiting and free), "an execution waits beside free slots"
 
@@ -374,6 +429,8 @@ class World:
       able.append(lambda _: self.commit())
     elif self.drained and not self.told_drained:
       able.append(lambda _: self.drain())
+    if self.resizing:
+      able.append(lambda _: self.resized())
     able += [lambda _, n=n: self.train(n) for n in self.trains()]
     able += [lambda _, n=n: self.up(n) for n in self.dead()]
     return able

@@ -16,7 +16,18 @@ from hypothesis.stateful import (
 
 from gyre.elastic import cells
 from gyre.elastic import scheduler as sched
+from gyre.elastic.cells import Cell, Layout
 from gyre.elastic.dispatch import Law
+
+
+def _divisible(*kinds):
+  """Cells of which the first has four devices, and lends some of them."""
+  first = Cell("core", (0, 1, 2, 3), 3, kinds[0], 4, divisible=True)
+  others = [
+    Cell(f"cell{i}", (3 + i,), 3, kind) for i, kind in enumerate(kinds[1:], 1)
+  ]
+  return Layout((first, *others))
+
 
 LAYOUTS = (
   cells.fixed_partition(1, 1, 4),
@@ -26,6 +37,9 @@ LAYOUTS = (
   cells.fine_switch(2, 1, 3),
   cells.fine_switch(4, 1, 2),
   cells.fine_switch(3, 1, 3, standalone_nodes=1),
+  _divisible("core", "satellite"),
+  _divisible("trainer", "standalone"),
+  _divisible("core", "satellite", "standalone"),
 )
 
 
@@ -131,6 +145,19 @@ class Interleavings(RuleBasedStateMachine):
   def up(self, data):
     self.world.up(self._some(data, self.world.dead()))
 
+  @precondition(lambda self: self.world.whole.divisible)
+  @rule(devices=st.integers(1, 4))
+  def ask(self, devices):
+    self.world.ask(devices)
+
+  @precondition(lambda self: self.world.resizing)
+  @rule(fails=st.sampled_from([False, False, True]))
+  def resize(self, fails):
+    if fails:
+      self.world.resize_fails()
+    else:
+      self.world.resized()
+
   @rule(data=st.data())
   def again(self, data):
     """News heard before, in any order, changes nothing."""
@@ -138,6 +165,8 @@ class Interleavings(RuleBasedStateMachine):
     event = data.draw(st.sampled_from(world.past))
     if isinstance(event, sched.Drained) and not world.told_drained:
       return  # a new one may be true; its source tells them in order
+    if isinstance(event, sched.ResizeAsked):
+      return  # a wish may be said again
     state = world.state
     assert sched.decide(state, event) == (state, ())
 

@@ -274,3 +274,39 @@ def test_an_unknown_policy_is_refused():
     sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=1, policy="tide")
   with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
     sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=0)
+
+
+def _resizable(kind):
+  second = "standalone" if kind == "trainer" else "satellite"
+  core = Cell("core", tuple(range(8)), 8, kind, 8, divisible=True)
+  return Layout((core, Cell("other", (8, 9), 8, second, 2)))
+
+
+@pytest.mark.parametrize("kind", ["trainer", "core"])
+def test_half_the_core_is_lent_and_taken_back(kind):
+  world = World(_resizable(kind), Law(0.5, 2, 4, 2), 12)
+  rng = random.Random(3)
+  sizes = []
+  asked = {20: 4, 90: 8}
+  world.begin()
+  while not world.stopped:
+    if len(world.log) in asked:
+      world.ask(asked.pop(len(world.log)))
+    rng.choice(world.choices())(rng)
+    size = len(world.sites["core"].cell.devices)
+    if not sizes or sizes[-1] != size:
+      sizes.append(size)
+  assert sizes == [8, 4, 8]
+  lent = [a for a in _of(world, sched.Start) if a.cell == "core-lent"]
+  assert lent, "the lent devices served nothing"
+  # One log of consumed groups throughout.
+  assert sorted(world.committed) == list(range(48))
+
+
+def test_a_resize_that_cannot_be_is_refused():
+  state = World(_cells("core", "a"), Law(0, 1, 1, 1), 1).state
+  with pytest.raises(ValueError, match="core core is not divisible"):
+    sched.ask_resize(state, 0.0, 1)
+  state = World(_resizable("core"), Law(0, 1, 1, 1), 1).state
+  with pytest.raises(ValueError, match="9 devices for the core; it needs 1"):
+    sched.ask_resize(state, 0.0, 9)
