@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -62,27 +63,18 @@ def build_jax(name: str, options: dict[str, Any]) -> Any:
   Args:
     name: of the cell.
     options: core (bool), model (a Hugging Face config), config (the run's
-      sections), and devices and mesh where they are not config.mesh's.
+      sections), mesh (sizes), compilation_cache (a directory).
   """
-  import jax
-
   from gyre import config as config_lib
   from gyre.learner import state
   from gyre.models.config import ModelConfig
   from gyre.runtime import cell_worker, launch
   from gyre.runtime.trainer import Trainer
 
-  cache = options.get("compilation_cache")
-  if cache:
-    launch.use_compilation_cache(cache)
+  if options.get("compilation_cache"):
+    launch.use_compilation_cache(pathlib.Path(options["compilation_cache"]))
   config = config_lib.from_config_dict(options["config"])
-  sizes = config.mesh
-  if "mesh" in options:
-    sizes = config_lib.Mesh(**options["mesh"])
-  devices = None
-  if "devices" in options:
-    devices = [jax.devices()[i] for i in options["devices"]]
-  mesh = state.make_mesh(sizes, devices)
+  mesh = state.make_mesh(config_lib.Mesh(**options["mesh"]))
   model_cfg = ModelConfig.from_hf(options["model"])
   trainer = Trainer(model_cfg, mesh, config)
   core = options.get("core", False)
