@@ -5,6 +5,7 @@ attention, whole logits, sums written out. Both sides share the model's
 projections and the token loss alone.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -28,7 +29,12 @@ ADVANTAGES = {"g/0": 1.25, "g/1": -0.75, "g/2": 0.5}
 OPTIM = config.Optim(lr=1e-2, weight_decay=0.1)
 LEARNER = config.Learner(dual_clip=1.2, sum_norm_len=7)
 MODES = ("once", "multiplicity", "leaf")
-ROW_TOKENS, ROW_ENTRIES = 128, call_trees.CALLS * call_trees.LENGTH
+# Rows that hold any tree, and rows that it has to be cut for.
+WHOLE = {
+  "row_tokens": 128,
+  "row_entries": call_trees.CALLS * call_trees.LENGTH,
+}
+PARTS = {"row_tokens": 24, "row_entries": 4 * call_trees.LENGTH}
 few = settings(max_examples=8, deadline=None)
 many = settings(
   max_examples=150,
@@ -37,6 +43,10 @@ many = settings(
 )
 close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
 trees = st.tuples(call_trees.call_trees(), st.integers(0, 999))
+row_kinds = st.sampled_from([WHOLE, PARTS])
+bounds = st.fixed_dictionaries(
+  {"mode": st.sampled_from(MODES), "unbiased": st.booleans()}
+)
 
 
 def _full_tree():
@@ -148,15 +158,8 @@ def _select(calls, mode, **options):
   return out
 
 
-def _pack(samples):
-  (batch,) = packing.pack(
-    samples,
-    ADVANTAGES,
-    row_tokens=ROW_TOKENS,
-    row_entries=ROW_ENTRIES,
-    fixed=True,
-  ).batches
-  return batch
+def _pack(samples, rows):
+  return packing.pack(samples, ADVANTAGES, fixed=True, **rows).batches
 
 
 def _entries(batch, samples, values):
@@ -170,10 +173,12 @@ def _entries(batch, samples, values):
   return out
 
 
-def _train_packed(cfg, learner, params, samples):
-  batch = _pack(samples)
-  logp = _entries(batch, samples, np.asarray(_score(cfg)(params, batch)))
-  sums = _micro_step(cfg, learner)(params, batch, step.zero_sums(params))
+def _train_packed(cfg, learner, params, samples, rows):
+  logp, sums = {}, step.zero_sums(params)
+  for batch in _pack(samples, rows):
+    scored = np.asarray(_score(cfg)(params, batch))
+    logp |= _entries(batch, samples, scored)
+    sums = _micro_step(cfg, learner)(params, batch, sums)
   loss = objective.metrics(sums.counts)["loss/policy"]
   grads = jax.tree.map(lambda g: g / sums.counts.denominator, sums.grads)
   optimizer, apply, _ = _adam()
@@ -204,10 +209,10 @@ def _train_flat(cfg, learner, params, flat):
   return logp, loss, grads, _adam()[2](params, grads)
 
 
-def _check(cfg, learner, params, samples, flat):
+def _check(cfg, learner, params, samples, flat, rows):
   """Proof 1: logprobs, loss, every gradient, one Adam step."""
-  logp, *packed = _train_packed(cfg, learner, params, samples)
   want, *alone = _train_flat(cfg, learner, params, flat)
+  logp, *packed = _train_packed(cfg, learner, params, samples, rows)
   assert {(e, p) for e, _, p in logp} == want.keys()
   assert len(logp) == sum(int(f.mask.sum()) for f in flat)
   for (execution, _, prefix), value in logp.items():
@@ -215,7 +220,12 @@ def _check(cfg, learner, params, samples, flat):
   jax.tree.map(close, packed, alone)
 
 
-def _proof_1(make_params, cfg, aggregation, tree):
+def _proof_1(make_params, cfg, aggregation, tree, rows, bound):
+  """Each mode with everything drawn, and a part of it as `bound` says.
+
+  The unbiased mode is of means over an execution's tokens alone.
+  """
+  unbiased = bound["unbiased"] and aggregation == "execution_mean"
   specs, seed = tree
   learner = dataclasses.replace(LEARNER, aggregation=aggregation)
   with jax.enable_x64(True):
@@ -230,37 +240,46 @@ def _proof_1(make_params, cfg, aggregation, tree):
         "multiplicity": call_trees.flat_calls(calls),
         "leaf": call_trees.flat_paths(calls),
       }[mode]
-      _check(cfg, learner, params, samples, flat)
-      if aggregation == "execution_mean":
-        present = len({s.role for s in specs})
-        for bound in ({}, {"unbiased": True}):
-          part = _select(
-            calls, mode, seed=seed, max_samples=max(3, present), **bound
-          )
-          flat = call_trees.flat_samples(part)
-          _check(cfg, learner, params, part, flat)
+      _check(cfg, learner, params, samples, flat, rows)
+    most = max(3, len({s.role for s in specs}))
+    part = _select(
+      calls, bound["mode"], seed=seed, max_samples=most, unbiased=unbiased
+    )
+    flat = call_trees.flat_samples(part)
+    _check(cfg, learner, params, part, flat, rows)
 
 
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 @few
-@given(tree=trees)
-@example(tree=(_full_tree(), 0))
+@given(tree=trees, rows=row_kinds, bound=bounds)
+@example(
+  tree=(_full_tree(), 0),
+  rows=WHOLE,
+  bound={"mode": "once", "unbiased": True},
+)
+@example(
+  tree=(_full_tree(), 0),
+  rows=PARTS,
+  bound={"mode": "leaf", "unbiased": True},
+)
 def test_a_packed_tree_trains_as_flat(
-  make_params, window_config, aggregation, tree
+  make_params, window_config, aggregation, tree, rows, bound
 ):
-  _proof_1(make_params, window_config, aggregation, tree)
+  if aggregation != "execution_mean":
+    rows = WHOLE  # each kind of rows is a program; the slow test has them all
+  _proof_1(make_params, window_config, aggregation, tree, rows, bound)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 @pytest.mark.parametrize("windows", [(None, None), (None, 5), (3, 2)])
 @many
-@given(tree=trees)
+@given(tree=trees, rows=row_kinds, bound=bounds)
 def test_many_packed_trees_train_as_flat(
-  make_params, toy_config, aggregation, windows, tree
+  make_params, toy_config, aggregation, windows, tree, rows, bound
 ):
   cfg = dataclasses.replace(toy_config, layer_windows=windows)
-  _proof_1(make_params, cfg, aggregation, tree)
+  _proof_1(make_params, cfg, aggregation, tree, rows, bound)
 
 
 def test_the_full_tree_clips_on_both_sides_on_shared_nodes(
@@ -271,7 +290,9 @@ def test_the_full_tree_clips_on_both_sides_on_shared_nodes(
     params = make_params(window_config)
     logp = functools.partial(_flat(window_config).logp, params)
     calls = call_trees.make_calls(_full_tree(), logp, 0)
-    batch = _pack(_select(calls, "multiplicity"))
+    samples = _select(calls, "multiplicity")
+    assert len(_pack(samples, PARTS)) > 2
+    (batch,) = _pack(samples, WHOLE)
     assert batch.num_tokens[0] < sum(
       len(c.prompt_ids) + len(c.completion_ids) - 1
       for of in calls.values()
@@ -299,13 +320,13 @@ def test_the_full_tree_clips_on_both_sides_on_shared_nodes(
 
 
 def _proof_2(make_params, cfg, tree, where):
-  """Perturb a token: what has it on its path changes, the rest does not."""
+  """Perturb a token: what sees it on its path changes, the rest does not."""
   specs, seed = tree
   with jax.enable_x64(True):
     params, score = make_params(cfg), _score(cfg)
     logp = functools.partial(_flat(cfg).logp, params)
     calls = call_trees.make_calls(specs, logp, seed)
-    batch = _pack(_select(calls, "once", seed=seed))
+    (batch,) = _pack(_select(calls, "once", seed=seed), WHOLE)
     before = np.asarray(score(params, batch))[0]
     k = where % int(batch.num_tokens[0])
     tokens = batch.tokens.copy()
@@ -314,6 +335,8 @@ def _proof_2(make_params, cfg, tree, where):
     after = np.asarray(after)[0]
     # Ancestors by depth alone: the last token of each depth before q.
     positions, live = batch.positions[0], batch.num_entries[0]
+    windows = cfg.layer_windows
+    reach = np.inf if None in windows else sum(w - 1 for w in windows)
     for m in range(live):
       q = batch.entry_parent[0, m]
       on_path, depth = [], positions[q] + 1
@@ -321,24 +344,30 @@ def _proof_2(make_params, cfg, tree, where):
         if positions[t] == depth - 1:
           on_path.append(t)
           depth -= 1
-      if k in on_path:
+      if k in on_path and positions[q] - positions[k] <= reach:
         assert before[m] != after[m]
       else:
         assert before[m] == after[m]
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("windows", [(None, None), (None, 5), (3, 2)])
+@settings(max_examples=40, deadline=None)
 @given(tree=trees, where=st.integers(0, 999))
-def test_siblings_change_nothing_and_ancestors_do(
-  make_params, window_config, tree, where
+def test_siblings_change_nothing_and_ancestors_in_reach_do(
+  make_params, window_config, windows, tree, where
 ):
-  _proof_2(make_params, window_config, tree, where)
+  cfg = dataclasses.replace(window_config, layer_windows=windows)
+  _proof_2(make_params, cfg, tree, where)
 
 
 @settings(max_examples=20, deadline=None)
-@given(tree=trees, order=st.randoms(use_true_random=False))
+@given(
+  tree=trees,
+  mode=st.sampled_from(MODES),
+  order=st.randoms(use_true_random=False),
+)
 def test_the_order_of_siblings_changes_nothing(
-  make_params, window_config, tree, order
+  make_params, window_config, tree, mode, order
 ):
   specs, seed = tree
   learner = dataclasses.replace(LEARNER, aggregation="execution_mean")
@@ -346,11 +375,52 @@ def test_the_order_of_siblings_changes_nothing(
     params = make_params(window_config)
     logp = functools.partial(_flat(window_config).logp, params)
     calls = call_trees.make_calls(specs, logp, seed)
-    samples = _select(calls, "once", seed=seed)
+    samples = _select(calls, mode, seed=seed)
     shuffled = list(samples)
     order.shuffle(shuffled)
     got = []
     for s in (samples, shuffled):
-      logp, *rest = _train_packed(window_config, learner, params, s)
+      logp, *rest = _train_packed(window_config, learner, params, s, WHOLE)
       got.append(({(e, p): v for (e, _, p), v in logp.items()}, *rest))
     jax.tree.map(close, got[0], got[1])
+
+
+def _trained(sample):
+  """The prefixes that end in a token that a sample trains."""
+  ids = tuple(sample.ids.tolist())
+  return [ids[: at + 1] for at in sample.trained]
+
+
+@settings(max_examples=80, deadline=None)
+@given(tree=trees, bound=st.integers(4, 9))
+def test_every_sampled_token_is_in_one_mask_and_no_other_token_in_any(
+  tree, bound
+):
+  """Proof 3."""
+  specs, seed = tree
+  nothing = np.zeros((call_trees.CALLS, call_trees.LENGTH - 1))
+  calls = call_trees.make_calls(specs, lambda _: nothing, seed)
+  for name, of in calls.items():
+    sampled = collections.Counter(
+      (*c.prompt_ids.tolist(), *c.completion_ids[: i + 1].tolist())
+      for c in of
+      for i in range(len(c.completion_ids))
+    )
+    got = {m: _select({name: of}, m, seed=seed) for m in MODES}
+    trained = {
+      m: collections.Counter(p for s in samples for p in _trained(s))
+      for m, samples in got.items()
+    }
+    assert trained["once"] == dict.fromkeys(sampled, 1)
+    assert trained["multiplicity"] == sampled
+    assert trained["leaf"].keys() == sampled.keys()
+    for s in got["leaf"]:
+      on_path = [tuple(s.ids[: n + 1].tolist()) for n in range(s.length)]
+      assert _trained(s) == [p for p in on_path if p in sampled]
+    assert all(len(s.trained) for s in got["once"])  # U shrinks each round
+    for mode in MODES:
+      for unbiased in (False, True):
+        for s in _select(
+          {name: of}, mode, seed=seed, max_samples=bound, unbiased=unbiased
+        ):
+          assert sampled.keys() >= set(_trained(s))
