@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import pathlib
 
+import audited
 import numpy as np
 
 from gyre import config
@@ -11,7 +12,6 @@ from gyre.envs import external, scripted, serve
 from gyre.envs.tasksets import shell
 from gyre.harness import render
 from gyre.harness.proxy import Proxy
-from gyre.trajectory import tree as tree_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 HARNESSES = ROOT / "experiments" / "harnesses"
@@ -82,14 +82,7 @@ def test_compaction_and_a_sub_agent_are_branches(local_options):
     None, ids[0], None, ids[2], None, None, ids[5], ids[4], None,
   ]  # fmt: skip
   assert execution.turns == 6
-  tree = tree_lib.build(calls)
   for call, request in zip(calls, policy.requests, strict=True):
     assert call.versions.tolist() == [2] * len(call.completion_ids)
     np.testing.assert_array_equal(call.prompt_ids, request.ids)
-    prompt, completion, logprobs, versions = tree.read(call.call_id)
-    np.testing.assert_array_equal(prompt, call.prompt_ids)
-    np.testing.assert_array_equal(completion, call.completion_ids)
-    np.testing.assert_array_equal(logprobs, call.logprobs)
-    np.testing.assert_array_equal(versions, call.versions)
-  roles = sorted(leaf.role for leaf in tree.leaves())
-  assert roles == sorted(["main_summary"] * 3 + ["main", "sub_agent"])
+  audited.check(calls, ["main_summary"] * 3 + ["main", "sub_agent"])
