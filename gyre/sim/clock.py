@@ -136,7 +136,7 @@ class _Clock:
     dt = t - self.now
     if dt > 0:
       self.slot_s += dt * self.pool.slots
-      self.held_s += dt * self.pool.active
+      self.held_s += dt * len(self.pool.runs)
       self.rollout_s += dt * self.pool.nodes
       self.train_s += dt * self.trainer.nodes
       self.trained_s += self.trainer.advance(dt) * self.trainer.nodes
@@ -153,7 +153,7 @@ class _Clock:
       raise SimulationError(
         f"nothing can happen after {self.now:.0f} s: "
         f"{len(self.applied)} of {self.steps} updates applied, "
-        f"{self.pool.active} executions run on {self.pool.nodes:g} nodes"
+        f"{len(self.pool.runs)} executions run on {self.pool.nodes:g} nodes"
       )
     self.advance(t)
     if t == timed:
@@ -229,7 +229,10 @@ class _Clock:
       raise SimulationError(
         f"switch of {a.cell} to {a.role}, whose role is {self.role[a.cell]}"
       )
-    self.pool.empty(a.cell)
+    if self.pool.held[a.cell]:
+      raise SimulationError(
+        f"{a.cell} leaves with {self.pool.held[a.cell]} executions"
+      )
     self._set_role(a.cell, f"to_{a.role}")
     seconds = getattr(self.costs, f"to_{a.role}")
     self.after(

@@ -66,12 +66,11 @@ class Costs:
 
 @dataclasses.dataclass
 class Run:
-  """An execution under way; `cell` is "" while it waits for a slot."""
+  """An execution under way: where, since when, and the V at which it ends."""
 
   cell: str
   start: float
   end_v: float
-  left: float = 0.0
 
 
 class Pool:
@@ -82,34 +81,29 @@ class Pool:
     self.nodes = 0.0
     self.slots = 0
     self.v = 0.0
-    self.active = 0
     self.runs: dict[ExecutionId, Run] = {}
     self.held: collections.Counter[str] = collections.Counter()
     self._by_work: list[tuple[float, ExecutionId]] = []
     self._by_wall: list[tuple[float, ExecutionId]] = []
 
   def _slowdown(self) -> float:
-    return self.costs.slowdown(self.active / self.nodes)
+    return self.costs.slowdown(len(self.runs) / self.nodes)
 
   def advance(self, dt: float) -> None:
-    if self.active and self.nodes:
+    if self.runs and self.nodes:
       self.v += dt / self._slowdown()
 
   def place(self, execution: ExecutionId, cell: str, now: float) -> None:
-    """Starts an execution, or goes on with one that waited."""
-    run = self.runs.get(execution)
-    if run is None:
-      run = Run("", now, 0.0, self.workload.work(execution).seconds)
-      self.runs[execution] = run
-      if math.isfinite(self.workload.timeout):
-        wall = now + self.workload.timeout
-        heapq.heappush(self._by_wall, (wall, execution))
-    elif run.cell:
+    """Starts an execution."""
+    if execution in self.runs:
       raise SimulationError(f"execution {execution} started twice")
-    run.cell, run.end_v = cell, self.v + run.left
-    heapq.heappush(self._by_work, (run.end_v, execution))
-    self.active += 1
+    end_v = self.v + self.workload.work(execution).seconds
+    self.runs[execution] = Run(cell, now, end_v)
     self.held[cell] += 1
+    heapq.heappush(self._by_work, (end_v, execution))
+    if math.isfinite(self.workload.timeout):
+      wall = now + self.workload.timeout
+      heapq.heappush(self._by_wall, (wall, execution))
 
   def move(self, execution: ExecutionId, cell: str) -> None:
     """Moves a running execution."""
@@ -118,41 +112,25 @@ class Pool:
     self.held[cell] += 1
     run.cell = cell
 
-  def empty(self, cell: str) -> None:
-    """What still runs on a cell waits, with what it has done."""
-    if self.held[cell]:
-      for run in self.runs.values():
-        if run.cell == cell:
-          run.cell, run.left = "", run.end_v - self.v
-          self.active -= 1
-      self.held[cell] = 0
-
   def remove(self, execution: ExecutionId) -> Run | None:
-    """Takes an execution out, ended or dropped."""
+    """Takes an execution out, ended or dropped; None if it did not run."""
     run = self.runs.pop(execution, None)
-    if run and run.cell:
-      self.active -= 1
+    if run:
       self.held[run.cell] -= 1
     return run
 
   def next_end(self, now: float) -> tuple[float, ExecutionId | None]:
     """The next execution to end, and when if nothing changes."""
-    heap = self._by_work
-    while heap and not self._present(*heap[0]):
-      heapq.heappop(heap)
-    while self._by_wall and self._by_wall[0][1] not in self.runs:
-      heapq.heappop(self._by_wall)
+    for heap in (self._by_work, self._by_wall):
+      while heap and heap[0][1] not in self.runs:
+        heapq.heappop(heap)
     t, execution = math.inf, None
-    if heap and self.nodes:
-      end_v, execution = heap[0]
+    if self._by_work and self.nodes:
+      end_v, execution = self._by_work[0]
       t = now + max(end_v - self.v, 0.0) * self._slowdown()
     if self._by_wall and self._by_wall[0][0] < t:
       t, execution = self._by_wall[0]
     return t, execution
-
-  def _present(self, end_v: float, execution: ExecutionId) -> bool:
-    run = self.runs.get(execution)
-    return run is not None and bool(run.cell) and run.end_v == end_v
 
 
 class Trainer:

@@ -417,6 +417,25 @@ class RolloutStore:
       args = (phase,)
     return [r[0] for r in self._db.execute(query + " ORDER BY 1", args)]
 
+  def lengths(
+    self, phase: str = "train"
+  ) -> list[tuple[int, int, str | None, float]]:
+    """Returns how long the finished executions took, without reading them.
+
+    Args:
+      phase: of the groups.
+
+    Returns:
+      (index of its group, index in it, status, seconds) of each, in order;
+      status is None where it was never verified.
+    """
+    return self._db.execute(
+      "SELECT groups.idx, executions.idx, status, t_end - t_start"
+      " FROM executions JOIN groups USING (group_id) WHERE phase = ?"
+      " ORDER BY 1, 2",
+      (phase,),
+    ).fetchall()
+
   def drop_newer(self, version: int) -> list[str]:
     """Forgets executions sampled by weights newer than `version`.
 

@@ -108,23 +108,6 @@ def test_cells_that_join_share_what_is_left_of_an_update():
   assert run.train_node_seconds == pytest.approx(7 + 3)
 
 
-def test_an_execution_that_loses_its_slot_keeps_what_it_has_done():
-  # Both start at 0. The core leaves at 2 although the second, of 6, still
-  # runs on it; it trains from 2 to 5, and what is left, 4, is done from 5 to
-  # 9. The second update ends at 12.
-  eager = policies.Policy("eager", leaves=lambda state, cell: True)
-  run = simulate(
-    global_switch(1, 2),
-    Law(1, 1, 1, 1, window=1),
-    Replay({0: (Work(2.0),), 1: (Work(6.0),)}),
-    dataclasses.replace(FREE, update_work=3.0),
-    steps=2,
-    policy=eager,
-  )
-  assert run.applied == pytest.approx([5.0, 12.0])
-  assert sorted(run.durations) == pytest.approx([2.0, 9.0])
-
-
 @pytest.mark.parametrize(
   "phi,mu", [(0, 1), (0.5, 1), (0.5, 3), (1.5, 1), (0, 4), (1.25, 2)]
 )
@@ -268,6 +251,10 @@ def _ask(monkeypatch, *actions):
     (
       [scheduler.Switch("core", "train"), scheduler.Start((0, 0), "core")],
       "whose role is to_train",
+    ),
+    (
+      [scheduler.Start((0, 0), "core"), scheduler.Switch("core", "train")],
+      "core leaves with 1 executions",
     ),
     ([scheduler.Switch("core", "rollout")], "whose role is rollout"),
     ([scheduler.Admit(0, 0), scheduler.Consume(0, 1)], "1 executions unfin"),

@@ -405,6 +405,37 @@ def test_groups_flags_events(tmp_path):
     ]
 
 
+def test_lengths_of_executions_are_told_without_their_calls(tmp_path):
+  with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+    store.put_group(Group("b", 1, "t", 0))
+    store.put_group(Group("a", 0, "t", 0))
+    store.put_group(Group("e", 0, "t", 0), phase="eval")
+    scored = Outcome("scored", 1.0)
+    for group, index, outcome, end in (
+      ("b", 0, None, 7.0),
+      ("a", 1, scored, 5.5),
+      ("a", 0, Outcome("eval_failed"), 3.0),
+      ("e", 0, scored, 9.0),
+    ):
+      store.put_execution(
+        Execution(
+          f"{group}/{index}",
+          group,
+          index,
+          "t",
+          outcome=outcome,
+          t_start=2.0,
+          t_end=end,
+        )
+      )
+    assert store.lengths() == [
+      (0, 0, "eval_failed", 1.0),
+      (0, 1, "scored", 3.5),
+      (1, 0, None, 5.0),
+    ]
+    assert store.lengths("eval") == [(0, 0, "scored", 7.0)]
+
+
 def test_executions_of_lost_weights_are_dropped(tmp_path):
   with RolloutStore(tmp_path / "r.sqlite") as store:
     for v in range(3):
