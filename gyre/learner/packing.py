@@ -152,17 +152,14 @@ def _fed(sample: Sample) -> tuple[np.ndarray, ...]:
   return tuple(out)
 
 
-def _at(runs: tuple[np.ndarray, ...], where: np.ndarray) -> np.ndarray:
-  """The ids at some depths, growing, of a path given in runs."""
-  ends = np.cumsum([len(run) for run in runs])
-  parts = np.split(where, np.searchsorted(where, ends))
-  starts = (0, *ends.tolist())
-  picked = [
-    run[part - start]
-    for run, part, start in zip(runs, parts, starts, strict=False)
-    if len(part)
-  ]
-  return np.concatenate(picked)
+def _last_target(sample: Sample) -> int:
+  """The id of the last trained token, which no row holds."""
+  left = int(sample.trained[-1])
+  for run in sample.runs:
+    if left < len(run):
+      break
+    left -= len(run)
+  return int(run[left])
 
 
 def _grow(trees: list[_Tree], items: list[_Item], limits) -> None:
@@ -305,7 +302,9 @@ def _write_row(
       s, e = samples[i], number.execution[i]
       span = slice(entry, entry + len(s.trained))
       batch.entry_parent[r, span] = paths[i].indices(s.trained - 1)
-      batch.entry_target[r, span] = _at(s.runs, s.trained)
+      target = batch.entry_target[r, span]
+      target[:-1] = batch.tokens[r, paths[i].indices(s.trained[:-1])]
+      target[-1] = _last_target(s)
       batch.logp_behaviour[r, span] = s.logprobs
       batch.version[r, span] = s.versions
       batch.advantage[r, span] = number.advantage[i]

@@ -360,19 +360,31 @@ class RolloutStore:
         tokens[ordinal] = _sequence(call)
       yield call
 
-  def _tokens(self, execution_id: str, ordinal: int, length: int) -> np.ndarray:
-    """The first `length` tokens of a call, put together from the bases."""
+  def _runs(
+    self, execution_id: str, ordinal: int | None, length: int, known: dict
+  ) -> list[np.ndarray]:
+    """The first `length` tokens of a call, as views of what `known` keeps.
+
+    Args:
+      execution_id, ordinal: of the call.
+      length: of what is asked for.
+      known: (execution, call) -> (base, tokens shared with it, the others).
+    """
     parts: list[np.ndarray] = []
     while length:
-      base, shared, prompt, completion = self._db.execute(
-        "SELECT base, base_len, prompt, completion FROM calls"
-        " WHERE execution_id = ? AND ordinal = ?",
-        (execution_id, ordinal),
-      ).fetchone()
-      own = np.frombuffer(prompt + completion, "<i4")
-      parts.append(own[: max(length - shared, 0)])
-      ordinal, length = base, min(length, shared)
-    return np.concatenate([np.zeros(0, "<i4"), *parts[::-1]])
+      key = execution_id, ordinal
+      if key not in known:
+        base, shared, prompt, completion = self._db.execute(
+          "SELECT base, base_len, prompt, completion FROM calls"
+          " WHERE execution_id = ? AND ordinal = ?",
+          key,
+        ).fetchone()
+        known[key] = base, shared, _array(prompt + completion, "<i4")
+      ordinal, shared, own = known[key]
+      if length > shared:
+        parts.append(own[: length - shared])
+      length = min(length, shared)
+    return parts[::-1]
 
   def execution(self, execution_id: str) -> Execution | None:
     """Returns a finished execution, bit for bit, or None."""
@@ -505,17 +517,15 @@ class RolloutStore:
       " ORDER BY ordinal",
       (step,),
     ).fetchall()
-    out = []
+    out, known = [], {}
     for row in rows:
       length, base, shared = row[4:7]
-      ids = _array(row[7], "<i4")
-      if base is not None:
-        ids = np.concatenate([self._tokens(row[0], base, shared), ids])
+      runs = self._runs(row[0], base, shared, known)
       bits = np.unpackbits(np.frombuffer(row[8], np.uint8), count=length)
       sample = Sample(
         execution_id=row[0],
         group_id=row[1],
-        runs=(ids,),
+        runs=(*runs, _array(row[7], "<i4")),
         trained=np.flatnonzero(bits),
         logprobs=_array(row[9], "<f4"),
         versions=_array(row[10], "<i4"),
