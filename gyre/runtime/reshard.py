@@ -187,14 +187,43 @@ def put(tree: Any, shardings: Any) -> Any:
   Raises:
     CheckpointError: an axis does not divide.
   """
-  named = named_leaves(tree)
-  for (name, leaf), sharding in zip(
-    named.items(), jax.tree.leaves(shardings), strict=True
-  ):
+  named, where = named_leaves(tree), jax.tree.leaves(shardings)
+  for (name, leaf), sharding in zip(named.items(), where, strict=True):
     if isinstance(sharding, jax.sharding.NamedSharding):
       check_divides(name, leaf.shape, sharding)
-  copies = jax.device_put(tree, shardings, may_alias=False)
-  return jax.block_until_ready(copies)
+  copies = [_copy(x, s) for x, s in zip(named.values(), where, strict=True)]
+  return jax.tree.unflatten(
+    jax.tree.structure(tree), jax.block_until_ready(copies)
+  )
+
+
+def _copy(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  """A copy that shares nothing.
+
+  device_put reuses what already lies on a device of both meshes, whatever
+  may_alias says; freeing or donating one would then free the other.
+  """
+  if not isinstance(leaf, jax.Array):
+    return jax.device_put(np.array(leaf), sharding)
+  if _is_key(leaf):
+    data = np.array(jax.random.key_data(leaf))
+    fresh = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jax.device_put(fresh, sharding)
+  copy = jax.device_put(leaf, sharding)
+  before = leaf.sharding.device_set
+  if before.isdisjoint(sharding.device_set):
+    return copy
+  shards = [
+    jax.device_put(s.data, s.device, may_alias=False)
+    if s.device in before
+    else s.data
+    for s in copy.addressable_shards
+  ]
+  return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def _is_key(leaf: Any) -> bool:
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def through(directory: str | os.PathLike, tree: Any, target: Any) -> Any:
@@ -231,7 +260,7 @@ def to_host(tree: Any) -> Any:
   """Copies a pytree to host memory; typed keys become their data and name."""
 
   def one(leaf):
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not _is_key(leaf):
       return np.array(leaf)
     data = np.array(jax.random.key_data(leaf))
     return _HostKey(data, str(jax.random.key_impl(leaf)))
