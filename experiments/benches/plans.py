@@ -247,6 +247,30 @@ def reshard(options: Options) -> tuple[Case, ...]:
   )
 
 
+def combine(options: Options) -> tuple[Case, ...]:
+  """Gradient sums between processes, combined pairwise for the core."""
+  metrics = (
+    Metric("combine_s", "combined pairwise, s", higher=False),
+    Metric("combine_gb_s", "the same, GB/s of all sums"),
+    Metric("share_gb_s", "one sum into shared memory, hashed, GB/s"),
+    Metric("read_gb_s", "the total read at the core, hashed, GB/s"),
+    Metric("add_at_hand_s", "the additions alone, in one process, s", False),
+    Metric("copy_gb_s", "plain memory copy, GB/s"),
+    Metric("bytes", "bytes of a sum", higher=False),
+  )
+  repeat = 1 if options.quick else 3
+  return tuple(
+    Case(
+      f"{n} cells",
+      (
+        Variant("", "", {"model": options.model, "cells": n, "repeat": repeat}),
+      ),
+      metrics,
+    )
+    for n in (2, 4)
+  )
+
+
 def trajectories(options: Options) -> tuple[Case, ...]:
   """From calls to packed rows; selection with J_max 1, 5 and no bound."""
   calls, tokens = (30, 10_000) if options.quick else (300, 1_000_000)
@@ -335,5 +359,14 @@ def proxy(options: Options) -> tuple[Case, ...]:
 
 PLANS = {
   f.__name__: f
-  for f in (engine, train, grpo, attention, reshard, trajectories, proxy)
+  for f in (
+    engine,
+    train,
+    grpo,
+    attention,
+    reshard,
+    combine,
+    trajectories,
+    proxy,
+  )
 }

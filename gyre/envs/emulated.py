@@ -92,6 +92,7 @@ async def run_execution(
       max_new_tokens=share,
       seed=calls_lib.call_seed(seed, group_id, execution_id, number),
       request_id=f"{execution_id}#{number}",
+      execution_id=execution_id,
     )
     left = None if math.isinf(deadline) else deadline - loop.time()
     begin = clock()

@@ -287,7 +287,7 @@ class Worker:
     return await asyncio.to_thread(exchange.put, named, self._directory)
 
   def _combine(self, a: Any, b: Any) -> exchange.Shared:
-    both = exchange.add(_sums_of(a), _sums_of(b))
+    both = exchange.add(_sums_of(a), _sums_of(b), in_place=True)
     return exchange.put(both, self._directory)
 
 

@@ -105,6 +105,9 @@ def test_sums_are_added_by_name():
   got = exchange.add(a, b)
   np.testing.assert_array_equal(got["grads.w"], [11, 22])
   assert (got["counts.staleness_max"], got["version"]) == (3, 4)
+  w = a["grads.w"]
+  assert exchange.add(a, b, in_place=True)["grads.w"] is w
+  np.testing.assert_array_equal(w, [11, 22])
   assert exchange.add({}, b) == b and exchange.add(a, {}) == a
   with pytest.raises(exchange.ExchangeError, match="4 and 5"):
     exchange.add(a, b | {"version": np.int32(5)})

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from gyre import types
+from gyre.envs import emulated as executions
 from gyre.learner import packing
-from gyre.rollout import emulated, engine
+from gyre.rollout import emulated, engine, router
 from gyre.runtime import exchange, frames, remote, workers
 from gyre.runtime.cell import CellError
 
@@ -191,6 +192,59 @@ def test_kill_amid_calls_and_work_and_go_on(tmp_path):
       await until(lambda: one.role == "idle")
       await one.join(None, 0)
       assert await one.sums() == {}
+
+  asyncio.run(main())
+
+
+def test_executions_move_and_survive_kills_unnoticed(tmp_path):
+  profile = emulated.Profile(**PROFILE)
+  rng = np.random.default_rng(3)
+
+  def execution(policy, i):
+    named = {"execution_id": f"g/{i}", "group_id": "g", "index": i, "seed": i}
+    return executions.run_execution(policy, 80 + 10 * i, profile, **named)
+
+  async def main():
+    undisturbed = emulated.EmulatedEngine(
+      dataclasses.replace(profile, speedup=10_000, slots=8)
+    )
+    want = await asyncio.gather(*(execution(undisturbed, i) for i in range(8)))
+
+    routed = router.Router()
+
+    def up(name, _):
+      routed.add(name, group.cells[name].engine, serving=False)
+      serving.append(asyncio.ensure_future(serve(name)))
+
+    async def serve(name):
+      await group.cells[name].serve(None, 0)
+      routed.serve(name)
+
+    serving = []
+    group = workers.Workers(
+      [spec("cell 0"), spec("cell 1")], tmp_path, supervision=QUICK, on_up=up
+    )
+    async with asyncio.timeout(60), group:
+      for i in range(8):
+        routed.place(f"g/{i}", f"cell {i % 2}")
+      work = asyncio.gather(*(execution(routed, i) for i in range(8)))
+      kills = 0
+      while not work.done():
+        await asyncio.sleep(0.05)
+        await routed.move(f"g/{rng.integers(8)}", f"cell {rng.integers(2)}")
+        if kills < 3 and len(group.pids()) == 2 and rng.random() < 0.4:
+          kills += 1
+          os.kill(group.pids()[f"cell {rng.integers(2)}"], signal.SIGKILL)
+      got = await work
+      await asyncio.gather(*serving, return_exceptions=True)
+      await routed.close()
+    assert kills
+    for a, b in zip(got, want, strict=True):
+      assert len(a.calls) == len(b.calls)
+      for x, y in zip(a.calls, b.calls, strict=True):
+        np.testing.assert_array_equal(x.prompt_ids, y.prompt_ids)
+        np.testing.assert_array_equal(x.completion_ids, y.completion_ids)
+        np.testing.assert_array_equal(x.logprobs, y.logprobs)
 
   asyncio.run(main())
 
