@@ -33,40 +33,19 @@ import numpy as np
 from gyre import config, types
 from gyre.models import load
 from gyre.models.config import ModelConfig
-from gyre.rollout import engine, pages, places, schedule, shapes
+from gyre.rollout import (
+  engine,
+  fingerprint,
+  pages,
+  places,
+  schedule,
+  shapes,
+  sink,
+)
 from gyre.rollout import programs as programs_lib
 
 _DISPATCH_S = 0.4
 _PREFILLS_IN_A_ROW = 8
-
-
-class _Sink:
-  """Where a request's tokens and answer go."""
-
-  def __init__(self, loop, on_token: engine.OnToken | None):
-    self.future: concurrent.futures.Future = concurrent.futures.Future()
-    self._loop = loop
-    self._on_token = on_token
-
-  def tokens(self, ids, logprobs, version: int) -> None:
-    """Streams tokens into the caller's loop."""
-    if self._on_token is None or self.future.done():
-      return
-    for i, logp in zip(ids, logprobs, strict=True):
-      if not self._loop.is_closed():
-        self._loop.call_soon_threadsafe(
-          self._on_token, int(i), float(logp), version
-        )
-
-  def answer(self, completion: engine.Completion) -> None:
-    """Ends the request, unless the caller has gone."""
-    if self.future.set_running_or_notify_cancel():
-      self.future.set_result(completion)
-
-  def fail(self, error: engine.EngineError) -> None:
-    """Ends the request with an error, unless the caller has gone."""
-    if self.future.set_running_or_notify_cancel():
-      self.future.set_exception(error)
 
 
 class JaxEngine:
@@ -128,6 +107,7 @@ class JaxEngine:
     self._arrivals = itertools.count()
     self._kv: Any = None
     self._params: Any = None
+    self._given: Any = None  # in host memory, while asleep
     self._paused = False
     self._asleep = False
     self._closed = False
@@ -167,7 +147,7 @@ class JaxEngine:
       prompt=len(ids),
       arrival=0,
       stops=frozenset(int(i) for i in request.stop_ids),
-      sink=_Sink(asyncio.get_running_loop(), on_token),
+      sink=sink.Sink(asyncio.get_running_loop(), on_token),
     )
     try:
       await self._call(lambda: self._submit(live))
@@ -193,12 +173,24 @@ class JaxEngine:
     await self._call(lambda: self._load(weights, version))
 
   async def sleep(self) -> None:
-    """See engine.Engine; the weights are kept in host memory."""
+    """See engine.Engine; nothing is kept but the requests' ids."""
     await self._call(self._sleep)
 
   async def wake(self) -> None:
     """See engine.Engine."""
     await self._call(self._wake)
+
+  async def fingerprint(self) -> fingerprint.Fingerprint:
+    """Of the weights that it computes with, on its device.
+
+    Raises:
+      ValueError: it has none: it sleeps, or slept and was given none.
+    """
+    return await self._call(self._fingerprint)
+
+  def fingerprint_of(self, weights: Any) -> fingerprint.Fingerprint:
+    """What `fingerprint` is when it serves these weights, a pytree."""
+    return fingerprint.of(weights, self.model_cfg, self._rollout.dtype)
 
   async def close(self) -> None:
     """See engine.Engine."""
@@ -206,6 +198,11 @@ class JaxEngine:
       self._closed = True
       self._wakeup.notify()
     await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+  @property
+  def device(self) -> Any:
+    """Where weights, pages and programs live."""
+    return self._device
 
   @property
   def version(self) -> int:
@@ -291,11 +288,12 @@ class JaxEngine:
       live.sink.fail(self._down())
     self._by_name.clear()
     self._places.clear()
-    self._kv = self._params = self._window = None
+    self._kv = self._params = self._window = self._given = None
 
   def _idle(self) -> bool:
-    sched = self._sched
-    return self._paused or self._asleep or not (sched.running or sched.waiting)
+    if self._paused or self._asleep or self._params is None:
+      return True
+    return not (self._sched.running or self._sched.waiting)
 
   def _take_commands(self) -> bool:
     """Runs what was posted; waits while there is nothing to do."""
@@ -372,8 +370,11 @@ class JaxEngine:
       cfg, weights = load.load_hf_dir(weights.path)
       if cfg != self.model_cfg:
         raise ValueError(f"snapshot holds another model: {cfg}")
-    params = self._programs.place(weights)
-    self._params = jax.device_get(params) if self._asleep else params
+    if self._asleep:
+      # A copy: the giver may donate its own arrays afterwards.
+      self._given = jax.tree.map(np.array, weights)
+    else:
+      self._params = self._programs.place(weights)
     self._restart(version)
 
   def _restart(self, version: int) -> None:
@@ -390,14 +391,20 @@ class JaxEngine:
     if not self._asleep:
       self._asleep = True
       self._restart(self._sched.version)
-      self._kv = None
-      self._params = jax.device_get(self._params)
+      self._kv = self._params = None
 
   def _wake(self) -> None:
     if self._asleep:
-      self._params = jax.device_put(self._params, self._device)
+      if self._given is not None:
+        self._params = self._programs.place(self._given)
+        self._given = None
       self._new_cache()
       self._asleep = False
+
+  def _fingerprint(self) -> fingerprint.Fingerprint:
+    if self._params is None:
+      raise ValueError(f"engine {self.name} holds no weights")
+    return self.fingerprint_of(self._params)
 
   def _step(self) -> None:
     """One dispatch."""

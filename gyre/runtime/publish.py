@@ -8,6 +8,7 @@ committed, so that no rollout carries a version whose weights are lost.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 from collections.abc import Mapping
@@ -15,34 +16,92 @@ from typing import Any
 
 from gyre.models import load
 from gyre.models.config import ModelConfig
-from gyre.rollout.engine import Engine
+from gyre.rollout import fingerprint
+from gyre.rollout.engine import Engine, EngineDown, EngineError
+from gyre.rollout.fingerprint import Fingerprint
+from gyre.rollout.jax_engine import JaxEngine
+from gyre.rollout.router import Router
 from gyre.store import manifest
 from gyre.types import Snapshot
 
 
 class PublishError(RuntimeError):
-  """An engine does not serve what was published."""
+  """An engine does not use what was published."""
 
 
-async def publish(engine: Engine, weights: Any, version: int) -> None:
-  """Gives an engine new weights and checks that it serves them.
+async def publish(
+  engine: Engine,
+  weights: Any,
+  version: int,
+  expected: Fingerprint | None = None,
+) -> None:
+  """Gives an engine new weights and checks that it uses them.
+
+  Live requests wait meanwhile, so that nothing is sampled from weights that
+  were not checked.
 
   Args:
-    engine: the engine.
+    engine: the engine, awake.
     weights: a parameter pytree (in process) or a Snapshot.
     version: of the weights, committed.
+    expected: fingerprint.of the trainer's weights in the engine's dtype;
+      None takes that of `weights`, if they are arrays for a JaxEngine.
 
   Raises:
-    PublishError: the engine still names another version.
+    PublishError: the engine still names another version, or computes with
+      other weights. It is left paused.
   """
   if isinstance(weights, Snapshot):
     manifest.verify(weights.path)
-  await engine.load_weights(weights, version)
-  served = engine.stats().version
-  if served != version:
-    raise PublishError(
-      f"published version {version}, the engine serves {served}"
-    )
+  elif expected is None and isinstance(engine, JaxEngine):
+    expected = await asyncio.to_thread(engine.fingerprint_of, weights)
+  paused, wrong = engine.stats().paused, ""
+  await engine.pause()
+  try:
+    await engine.load_weights(weights, version)
+    served = engine.stats().version
+    if served != version:
+      wrong = f"the engine serves {served}"
+    elif expected is not None:
+      used = await engine.fingerprint()
+      wrong = fingerprint.difference(expected, used)
+  finally:
+    if not paused and not wrong:
+      await engine.resume()
+  if wrong:
+    raise PublishError(f"published version {version}: {wrong}")
+
+
+async def publish_to_all(
+  router: Router,
+  weights: Any,
+  version: int,
+  expected: Fingerprint | None = None,
+) -> dict[str, Exception]:
+  """Publishes to every cell that serves; one that does not pass is failed.
+
+  Args:
+    router: over the cells.
+    weights, version, expected: as for `publish`.
+
+  Returns:
+    Cells that failed, and why: their executions are to be placed elsewhere.
+  """
+  cells = router.serving
+  results = await asyncio.gather(
+    *(publish(router.engine(c), weights, version, expected) for c in cells),
+    return_exceptions=True,
+  )
+  failed = {}
+  for cell, result in zip(cells, results, strict=True):
+    if isinstance(result, EngineError | PublishError):
+      failed[cell] = result
+      router.fail(cell, EngineDown(str(result)))
+    elif result is not None:
+      raise result
+    elif cell in router.serving:
+      router.serve(cell)  # wakes who waits for this version
+  return failed
 
 
 def write_snapshot(

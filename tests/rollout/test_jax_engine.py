@@ -1,6 +1,7 @@
 """The embedded engine: equality, versions, interruption, life cycle."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -80,7 +81,7 @@ async def _interrupt(e, request, command, on_token=None):
 _PROGRAMS = {}
 
 
-def _engine(deterministic=False, params=None, **rollout):
+def _engine(deterministic=False, params=None, device=None, **rollout):
   settings = {
     "max_slots": 16,
     "prefill_chunk": 64,
@@ -88,12 +89,13 @@ def _engine(deterministic=False, params=None, **rollout):
     "page_size": 8,
   }
   settings |= rollout
-  key = (deterministic, *sorted(settings.items()))
+  key = (deterministic, device, *sorted(settings.items()))
   e = Held(
     _params() if params is None else params,
     CFG,
     rollout=config.Rollout(**settings),
     deterministic=deterministic,
+    device=device,
     programs=_PROGRAMS.get(key),
   )
   _PROGRAMS[key] = e._programs
@@ -246,13 +248,25 @@ def test_preemption_changes_nothing(deterministic):
     _same(a, b, 0.0 if deterministic else 1e-5)
 
 
-def test_nothing_compiles_after_warm_up():
-  compiled = []
+@contextlib.contextmanager
+def _compilations():
+  """A list of what is compiled meanwhile."""
+  compiled, listening = [], True
 
   def listen(name, *_, **__):
-    if "backend_compile" in name:
+    if listening and "backend_compile" in name:
       compiled.append(name)
 
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield compiled
+  seen = len(compiled)
+  jax.jit(lambda x: x * 3)(jnp.ones(7))
+  assert len(compiled) > seen  # the listener hears compilations
+  del compiled[seen:]
+  listening = False
+
+
+def test_nothing_compiles_after_warm_up():
   rng = np.random.default_rng(0)
   requests = [
     engine.Request(
@@ -270,18 +284,16 @@ def test_nothing_compiles_after_warm_up():
 
   async def test(e):
     programs = e.stats().compilations
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    for i in (1, 7, 32, 960):
-      await _all(e, requests[:i])
-      del requests[:i]
+    with _compilations() as compiled:
+      for i in (1, 7, 32, 960):
+        await _all(e, requests[:i])
+        del requests[:i]
     assert e.stats().compilations == programs
+    assert compiled == []
     return e.stats()
 
   stats = _with_engine(test)
   assert stats.finished == 1000
-  assert compiled == []
-  jax.jit(lambda x: x * 3)(jnp.ones(7))
-  assert compiled  # the listener hears compilations
 
 
 @pytest.mark.parametrize("deterministic", MODES)
@@ -376,7 +388,7 @@ def test_stop_ids_end_a_completion_and_are_kept():
     np.testing.assert_array_equal(completion.ids, whole.ids[: at + 1])
 
 
-def test_pause_keeps_or_aborts_and_sleep_frees_and_wakes():
+def test_pause_keeps_or_aborts():
   request = dataclasses.replace(_requests(1)[0], max_new_tokens=100)
 
   async def test(e):
@@ -393,19 +405,103 @@ def test_pause_keeps_or_aborts_and_sleep_frees_and_wakes():
     assert (await gone).finish_reason == "abort"
     await e.resume()
 
-    arrays = len(jax.live_arrays())
-    slept, _ = await _interrupt(e, request, e.sleep)
-    assert e.stats().asleep
-    # Weights (at least 20 arrays) and pages (2 a layer) have left the device.
-    assert len(jax.live_arrays()) <= arrays - 20 - 2 * CFG.num_layers
-    waiting = asyncio.ensure_future(e.generate(request))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    await e.wake()
-    _same(whole, await slept, 1e-5)
-    _same(whole, await waiting, 1e-5)
-
   _with_engine(test)
+
+
+def _bytes_on(device):
+  return sum(x.nbytes for x in jax.live_arrays() if device in x.devices())
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+def test_sleep_frees_the_device_and_wake_goes_on_with_given_weights(
+  deterministic,
+):
+  request = dataclasses.replace(_requests(1)[0], max_new_tokens=100)
+  # Nothing else is on this device; the other mode's programs exist already.
+  device = jax.devices()[3] if deterministic else None
+
+  async def test(e):
+    whole = await e.generate(request)
+    before = await e.fingerprint()
+    # A page more than asked for; float32.
+    pages = 2 * CFG.num_layers * 1025 * 8 * 2 * 16 * 4
+    memory = pages + sum(x.nbytes for x in jax.tree.leaves(_params()))
+    given = jax.tree.map(jnp.copy, _params(1))
+    held = _bytes_on(e.device)
+    compiled = e.stats().compilations
+    with _compilations() as compiled_now:
+      slept, _ = await _interrupt(e, request, e.sleep)
+      assert e.stats().asleep
+      assert held - _bytes_on(e.device) >= memory
+      assert not deterministic or _bytes_on(device) == 0
+      waiting = asyncio.ensure_future(e.generate(request))
+      await asyncio.sleep(0.05)
+      with pytest.raises(ValueError, match="holds no weights"):
+        await e.fingerprint()
+      # Memory and weights come in any order.
+      await e.wake()
+      await asyncio.sleep(0.05)
+      assert not waiting.done() and not slept.done()
+      await e.load_weights(_params(), 0)
+      assert await e.fingerprint() == before
+      for completion in (await slept, await waiting):
+        _same(whole, completion, 0.0 if deterministic else 1e-5)
+
+      slept, _ = await _interrupt(e, request, e.sleep)
+      with pytest.raises(engine.StaleVersion):
+        await e.load_weights(given, -1)
+      await e.load_weights(given, 5)
+      for x in jax.tree.leaves(given):
+        x.delete()
+      assert not deterministic or _bytes_on(device) == 0
+      assert e.stats().asleep and e.stats().version == 5
+      assert not slept.done()
+      await e.wake()
+      mixed = await slept
+    assert compiled_now == []
+    assert e.stats().compilations == compiled
+    old = int(np.sum(mixed.versions == 0))
+    assert old >= 20 and set(mixed.versions[old:]) == {5}
+    _same_start(whole, mixed, old, 0.0 if deterministic else 1e-5)
+    scores = _rescore(request, mixed, _params(1))
+    np.testing.assert_allclose(mixed.logprobs[old:], scores[old:], atol=1e-4)
+
+  _with_engine(test, deterministic=deterministic, device=device)
+
+
+def _same_start(a, b, n, atol):
+  np.testing.assert_array_equal(a.ids[:n], b.ids[:n])
+  np.testing.assert_allclose(a.logprobs[:n], b.logprobs[:n], rtol=0, atol=atol)
+
+
+def test_two_engines_on_two_devices_are_equal_and_apart():
+  requests = _requests(8, seed=2)
+  devices = jax.devices()[4:6]
+
+  async def main():
+    engines = [_engine(deterministic=True, device=d) for d in devices]
+    for e in engines:
+      await e.ready()
+    apart = [await _all(e, requests) for e in engines]
+    together = await asyncio.gather(*(_all(e, requests) for e in engines))
+    # Other weights in one change nothing in the other.
+    await engines[1].load_weights(_params(1), 1)
+    mixed = await asyncio.gather(*(_all(e, requests) for e in engines))
+    prints = [await e.fingerprint() for e in engines]
+    for e, d in zip(engines, devices, strict=True):
+      held = [*jax.tree.leaves(e._params), *jax.tree.leaves(e._kv)]
+      assert all(x.devices() == {d} for x in held)
+      await e.close()
+    assert prints[0] != prints[1]
+    return [*apart, *together, mixed[0]], mixed[1]
+
+  same, other = asyncio.run(main())
+  for outs in same[1:]:
+    for a, b in zip(same[0], outs, strict=True):
+      _same(a, b)
+  for request, out in zip(requests, other, strict=True):
+    gap = out.logprobs - _rescore(request, out, _params(1))
+    assert np.abs(gap).max() <= 1e-4
 
 
 def test_requests_that_can_never_fit_are_rejected_at_once():
