@@ -153,12 +153,14 @@ class Group:
     version: v_d, the published version at admission.
     left: executions not yet ended.
     scored: executions that ended with a score.
+    lengths: seconds that each execution took, in order of their ends.
   """
 
   number: int
   version: int
   left: int
   scored: int = 0
+  lengths: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +182,15 @@ class Queue:
     """With one more at its end."""
     return Queue({**self.groups, group.number: group}, self.whole)
 
-  def ended(self, number: int, scored: bool) -> Queue:
+  def ended(self, number: int, scored: bool, seconds: float = 0.0) -> Queue:
     """With one execution of a group ended."""
-    group = self.groups[number]
-    group = dataclasses.replace(
-      group, left=group.left - 1, scored=group.scored + scored
+    old = self.groups[number]
+    group = Group(
+      number=number,
+      version=old.version,
+      left=old.left - 1,
+      scored=old.scored + scored,
+      lengths=(*old.lengths, seconds),
     )
     whole = self.whole
     if not group.left:

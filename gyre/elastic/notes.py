@@ -17,6 +17,7 @@ from gyre.elastic.messages import (
   Publish,
   Published,
   Rehost,
+  Resize,
   ResizeAsked,
   Resized,
   ResizeFailed,
@@ -35,9 +36,10 @@ def _finished(state: State, event: Finished) -> moves.Step:
   if event.execution not in state.work:
     return state, ()
   number = event.execution[0]
+  seconds = state.now - state.work.began(event.execution, state.now)
   state = state.but(
     work=state.work.without([event.execution]),
-    queue=state.queue.ended(number, event.scored),
+    queue=state.queue.ended(number, event.scored, seconds),
     counts=dataclasses.replace(
       state.counts, terminated=state.counts.terminated + 1
     ),
@@ -137,11 +139,20 @@ def _cell_down(state: State, event: CellDown) -> moves.Step:
   if post.role != "rollout":
     trainer = dataclasses.replace(state.trainer, drained=False, applying=False)
     state = state.but(trainer=trainer)
-  transfer = state.transfer
-  if transfer and not state.publishing and transfer.action.cell == event.cell:
-    transfer = None
-  state = state.but(fleet=fleet, transfer=transfer)
+  state = _transfer_ended(state.but(fleet=fleet), event.cell)
   return moves.vacate(state, event.cell)
+
+
+def _transfer_ended(state: State, cell: str) -> State:
+  """The transfer of a cell that died is over."""
+  transfer = state.transfer
+  if transfer is None or isinstance(transfer.action, Publish):
+    return state
+  if transfer.action.cell != cell:
+    return state
+  if isinstance(transfer.action, Resize):
+    return resizing.undone(state)
+  return state.but(transfer=None)
 
 
 def _cell_up(state: State, event: CellUp) -> moves.Step:

@@ -40,6 +40,11 @@ class Work:
   def __contains__(self, execution: Execution) -> bool:
     return execution in self.running or execution in self.waiting
 
+  def began(self, execution: Execution, otherwise: float) -> float:
+    """When an execution first started, if it did."""
+    run = self.running.get(execution)
+    return run.since if run else self.since.get(execution, otherwise)
+
   def add(self, executions: Iterable[Execution]) -> Work:
     """With more that wait, last."""
     return dataclasses.replace(self, waiting=(*self.waiting, *executions))

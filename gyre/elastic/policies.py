@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gyre.elastic.placement import Execution
+
 if TYPE_CHECKING:
   from gyre.elastic.scheduler import State
 
@@ -24,10 +26,15 @@ class Policy:
     leaves: (state, cell name) -> whether that cell, the next in order and in
       rollout, leaves for training now. Only asked when there is something to
       train on and what runs on it fits the free slots of the others.
+    order: state -> the executions that wait, in the order in which they are
+      to start; None: as they were admitted.
+    endless: whether Q_b is kept full at the last boundaries too.
   """
 
   name: str
   leaves: Callable[[State, str], bool]
+  order: Callable[[State], tuple[Execution, ...]] | None = None
+  endless: bool = False
 
 
 def fits(state: State, cell: str) -> bool:
@@ -38,4 +45,9 @@ def fits(state: State, cell: str) -> bool:
 
 WATERLEVEL = Policy("waterlevel", leaves=fits)
 
-POLICIES = {policy.name: policy for policy in (WATERLEVEL,)}
+#: Dispatch does not thin out at the end of a run: the last bursts too choose
+#: their groups among Q_b, so that they wait for no straggler. What is then
+#: unconsumed is as much as at any boundary.
+STEADY = Policy("steady", leaves=fits, endless=True)
+
+POLICIES = {policy.name: policy for policy in (WATERLEVEL, STEADY)}

@@ -12,7 +12,6 @@ import dataclasses
 from gyre.elastic import moves
 from gyre.elastic.cells import Cell, Fleet, Post
 from gyre.elastic.messages import (
-  Action,
   Resize,
   ResizeAsked,
   Resized,
@@ -67,7 +66,9 @@ def done(state: State, event: Resized) -> moves.Step:
   if state.fleet.lent is not None:
     del posts[state.fleet.lent]
   if lent is not None:
-    posts[lent.name] = Post(lent, "down", back=True)
+    # Its lives are counted from the ticket: the last one's do not come back.
+    life = transfer.action.ticket
+    posts[lent.name] = Post(lent, "down", life=life, back=True)
   fleet = Fleet(
     posts=posts,
     core=state.fleet.core,
@@ -81,7 +82,15 @@ def failed(state: State, event: ResizeFailed) -> moves.Step:
   """The core is as before; it is asked for again."""
   if not _answers(state, event):
     return state, ()
-  return state.but(transfer=None), ()
+  return undone(state), ()
+
+
+def undone(state: State) -> State:
+  """Without the Resize under way; a lent cell closed for it may serve."""
+  fleet = state.fleet
+  if fleet.lent is not None:
+    fleet = fleet.put(fleet.lent, back=True)
+  return state.but(fleet=fleet, transfer=None)
 
 
 def _answers(state: State, event: Resized | ResizeFailed) -> bool:
@@ -106,6 +115,7 @@ def split(core: Cell, devices: int) -> tuple[Cell, Cell | None]:
     devices=core.devices[:devices],
     slots=slots,
     nodes=core.nodes * share,
+    divisible=False,
   )
   lent = Cell(
     name=f"{core.name}-lent",
@@ -141,8 +151,12 @@ def resize(state: State) -> moves.Step:
   core = state.plan.layout.core
   ticket = state.counts.tickets + 1
   action = Resize(core.name, core.devices[: state.wanted], ticket)
-  actions: tuple[Action, ...] = (action,)
-  return state.but(
+  fleet = state.fleet
+  if lent is not None:
+    fleet = fleet.put(lent, role="down", back=False)
+  state = state.but(
+    fleet=fleet,
     transfer=Transfer(action, before="train"),
     counts=dataclasses.replace(state.counts, tickets=ticket),
-  ), actions
+  )
+  return state, (action,)

@@ -119,12 +119,16 @@ def consume(state: State) -> moves.Step:
 
 
 def start(state: State) -> moves.Step:
-  """Executions that wait start, in order, where a slot is free."""
+  """Executions that wait start where a slot is free, in the policy's order."""
   if not state.work.waiting or state.over:
     return state, ()
   free = moves.free_slots(state, len(state.work.waiting))
   if not free:
     return state, ()
+  order = state.plan.policy.order
+  if order is not None:
+    work = dataclasses.replace(state.work, waiting=tuple(order(state)))
+    state = state.but(work=work)
   placed = state.work.waiting[: len(free)]
   again = sum(execution in state.work.since for execution in placed)
   state = state.but(
@@ -171,7 +175,7 @@ def _renew_core(state: State) -> State:
 def _revived(state: State) -> str | None:
   """A cell that is up again and holds nothing; not a trainer."""
   for post in state.fleet.in_order("down"):
-    if post.back and post.cell.kind != "trainer":
+    if post.back and post.cell.kind != "trainer" and not post.closing:
       return post.cell.name
   return None
 
@@ -244,7 +248,7 @@ def rehost(state: State) -> moves.Step:
   if state.transfer or state.fleet.hosted or state.over:
     return state, ()
   for post in state.fleet.in_order(None):
-    trainer = post.role == "down" and post.back and not post.cell.borrows
+    trainer = post.cell.kind == "trainer" and post.back
     if trainer or post.role == "train":
       return _switch(state, post.cell.name, "train")
   return state, ()

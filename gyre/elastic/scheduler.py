@@ -97,7 +97,7 @@ def begin(
   policy: str | policies.Policy = "waterlevel",
   steps: int,
   seed: int = 0,
-  endless: bool = False,
+  endless: bool | None = None,
   resume: Resumed | None = None,
 ) -> State:
   """The state before `Begin`.
@@ -109,7 +109,8 @@ def begin(
     policy: "waterlevel", another name in `policies.POLICIES`, or a policy.
     steps: updates of the run, numbered from 1.
     seed: of whatever a policy draws.
-    endless: whether groups are admitted that no update will consume.
+    endless: whether groups are admitted that no update will consume; None: as
+      the policy has it.
     resume: what a stored run knows; None for a new run.
 
   Raises:
@@ -124,6 +125,8 @@ def begin(
         f"policy {policy!r} is none of {sorted(policies.POLICIES)}"
       )
     policy = policies.POLICIES[policy]
+  if endless is None:
+    endless = policy.endless
   plan = Plan(layout, law, policy, steps, streaming, endless, seed)
   state = State(
     plan=plan,

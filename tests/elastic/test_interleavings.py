@@ -66,7 +66,7 @@ class Interleavings(RuleBasedStateMachine):
     law=laws(),
     bursts=st.integers(1, 3),
     streaming=st.booleans(),
-    endless=st.booleans(),
+    endless=st.sampled_from([None, False, True]),
     policy=st.sampled_from(sorted(sched.policies.POLICIES)),
   )
   def start(self, layout, law, bursts, streaming, endless, policy):
@@ -158,6 +158,12 @@ class Interleavings(RuleBasedStateMachine):
     else:
       self.world.resized()
 
+  @rule(now=st.sampled_from([False, False, False, False, True]))
+  def cut(self, now):
+    """The run ends here, and goes on from what is stored."""
+    if now:
+      self.world.resume()
+
   @rule(data=st.data())
   def again(self, data):
     """News heard before, in any order, changes nothing."""
@@ -203,22 +209,99 @@ class Interleavings(RuleBasedStateMachine):
       assert world.choices()
 
   def teardown(self):
-    """When nothing fails any more the run comes to its end."""
     world = getattr(self, "world", None)
     if world is None:
       return
-    for site in world.sites.values():
-      if site.holder == "dead" and not world.stopped:
-        world.up(site.cell.name)
-    world.run(random.Random(0), 20_000)
-    assert world.stopped
-    assert len(world.committed) == world.steps * world.law.batch
-    assert not set(world.committed) & set(world.dropped)
-    if not world.dropped and not world.state.plan.endless:
-      mean = sum(world.staleness) / len(world.staleness)
-      bursts = world.steps // world.law.mu
-      if world.law.extra // (world.law.mu * world.law.batch) < bursts:
-        assert mean == pytest.approx(world.law.cold_start_mean(bursts))
+    _to_the_end(world)
+    bursts = world.steps // world.law.mu
+    burst = world.law.mu * world.law.batch
+    if world.dropped or world.state.plan.endless:
+      return
+    if world.law.extra // burst < bursts:
+      mean = sum(world.committed_staleness) / len(world.committed)
+      assert mean == pytest.approx(world.law.cold_start_mean(bursts))
+
+
+def _law(rng):
+  batch = rng.randint(1, 3)
+  phi = rng.randint(0, 2 * batch) / batch
+  mu, size = rng.randint(1, 3), rng.randint(1, 3)
+  over = rng.choice([None, 0, 1, 2])
+  bound = None if over is None else Law(phi, mu, batch, size).fifo_max + over
+  return Law(phi, mu, batch, size, rng.choice([None, 1, 2, 5]), bound)
+
+
+def _adversary(world, rng):
+  """One thing that should not happen, or nothing."""
+  act = rng.choice(["down", "fail", "ask", "cut", "unscored", "again", "again"])
+  alive = [n for n, s in world.sites.items() if s.holder != "dead"]
+  if act == "down" and alive:
+    world.down(rng.choice(alive))
+  elif act == "fail" and world.transfers:
+    world.switch_fails(world.transfers[0])
+  elif act == "fail" and world.resizing:
+    world.resize_fails()
+  elif act == "ask" and world.whole.divisible:
+    world.ask(rng.randint(1, 4))
+  elif act == "cut" and rng.random() < 0.3:
+    world.resume()
+  elif act == "unscored" and world.where:
+    world.finish(rng.choice(sorted(world.where)), False)
+  elif act == "again":
+    event = rng.choice(world.past)
+    if not isinstance(event, (sched.Drained, sched.ResizeAsked)):
+      assert sched.decide(world.state, event) == (world.state, ())
+
+
+def _walk(seed):
+  """A long run with an adversary; some starve the oldest executions."""
+  rng = random.Random(seed)
+  law = _law(rng)
+  world = World(
+    rng.choice(LAYOUTS),
+    law,
+    rng.randint(1, 5) * law.mu,
+    streaming=rng.random() < 0.5,
+    endless=rng.choice([None, True, False]),
+    policy=rng.choice(sorted(sched.policies.POLICIES)),
+  )
+  world.begin()
+  starves = rng.random() < 0.3
+  for _ in range(rng.randint(5, 200)):
+    if world.stopped:
+      break
+    if rng.random() < 0.2:
+      _adversary(world, rng)
+    elif starves and world.where and rng.random() < 0.6:
+      world.finish(max(world.where))
+    else:
+      rng.choice(world.choices())(rng)
+  _to_the_end(world)
+  return world
+
+
+def _to_the_end(world):
+  """When nothing fails any more a run comes to its end."""
+  for name in world.dead():
+    if not world.stopped and name in world.sites:
+      world.up(name)
+  world.run(random.Random(0), 20_000)
+  assert world.stopped
+  assert len(world.committed) == world.steps * world.law.batch
+  assert not set(world.committed) & set(world.dropped)
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_walks(first):
+  for seed in range(first, first + 100):
+    _walk(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 21_000, 1000))
+def test_many_walks(first):
+  for seed in range(first, first + 1000):
+    _walk(seed)
 
 
 _COMMON = {
@@ -227,14 +310,14 @@ _COMMON = {
 }
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
-  max_examples=60, stateful_step_count=60, **_COMMON
+  max_examples=500, stateful_step_count=25, **_COMMON
 )
 
 
 class TestManyInterleavings(Interleavings.TestCase):
   """The same, for long."""
 
-  settings = settings(max_examples=20_000, stateful_step_count=80, **_COMMON)
+  settings = settings(max_examples=20_000, stateful_step_count=25, **_COMMON)
 
 
 TestManyInterleavings.pytestmark = [pytest.mark.slow]

@@ -276,6 +276,63 @@ def test_an_unknown_policy_is_refused():
     sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=0)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_cut_run_loses_and_repeats_nothing(name):
+  """Cut at every kind of moment; what is done stays done, once."""
+  law = Law(0.5, 2, 4, 2, window=1)
+  whole = World(LAYOUTS[name], law, 6).run(random.Random(0))
+  for seed in range(12):
+    rng = random.Random(seed)
+    world = World(LAYOUTS[name], law, 6)
+    world.begin()
+    for _ in range(3):
+      for _ in range(rng.randrange(60)):
+        if not world.stopped:
+          rng.choice(world.choices())(rng)
+      if not world.stopped:
+        world.resume()
+    world.run(rng)
+    # FIFO: the same groups in the same updates, admitted at the same versions.
+    assert world.committed == whole.committed
+    assert world.consumed == whole.consumed
+    assert world.admitted == whole.admitted
+    ends = [e for e, _ in world.log if isinstance(e, sched.Finished)]
+    assert len({e.execution for e in ends}) == len(ends) == 48
+
+
+@pytest.mark.parametrize(
+  "changes,words",
+  [
+    ({"consumed": (0,)}, "1 groups in commits at version 2"),
+    ({"groups": ((1, 0),)}, r"groups \[1\] are both in commits"),
+    ({"published": 1}, "published version 1 at version 2 ends no burst"),
+  ],
+)
+def test_a_stored_run_that_contradicts_itself_is_refused(changes, words):
+  fields = {"version": 2, "groups": ((4, 2),), "consumed": (0, 1, 2, 3)}
+  with pytest.raises(ValueError, match=words):
+    sched.begin(
+      LAYOUTS["fine"],
+      Law(0, 2, 2, 1),
+      steps=4,
+      resume=sched.Resumed(**(fields | changes)),
+    )
+
+
+def test_the_steady_policy_keeps_the_law_to_the_end():
+  """Q_b is full at the last boundary too, and E[d] is the same."""
+  law = Law(0.5, 3, 4, 2)
+  d = {}
+  for policy in ("waterlevel", "steady"):
+    world = World(LAYOUTS["fine"], law, 60, policy=policy)
+    world.run(random.Random(5))
+    d[policy] = sum(world.staleness) / len(world.staleness)
+    surplus = len(world.admitted) - len(world.committed)
+    assert surplus == (law.extra if policy == "steady" else 0)
+  assert d["waterlevel"] == pytest.approx(law.cold_start_mean(20))
+  assert d["steady"] == pytest.approx(law.cold_start_mean(20), abs=0.05)
+
+
 def _resizable(kind):
   second = "standalone" if kind == "trainer" else "satellite"
   core = Cell("core", tuple(range(8)), 8, kind, 8, divisible=True)
