@@ -3,6 +3,7 @@
   python experiments/simulate.py --table 1
   python experiments/simulate.py --table 2 --seeds 4
   python experiments/simulate.py --run DIR --design gyre --cells 4 --nodes 8
+  python experiments/simulate.py --matters
   python experiments/simulate.py --sweep phi=0,0.5,1 mu=1,2,3 cells=4,8
 
 Table 1 are seven designs on 32 nodes, table 2 gyre beside Async and Colocate
@@ -135,6 +136,21 @@ def do_table_2(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
     f"{table}\n\n{tables.WORKLOADS_NOTE}"
   )
   return text, rows, {"comparisons": records}
+
+
+def do_matters(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
+  """gyre and Colocate with one thing changed at a time."""
+  steps = options.steps or tables.STEPS_1
+  rows: list[Row] = []
+  for variant in tables.VARIANTS:
+    rows += simulate_rows(
+      variant.designs(), seeds, *_calibrated(variant.calibration, steps)
+    )
+  text = (
+    f"## What matters: E0 and C0 of table 1, {steps} steps, {len(seeds)} "
+    f"seeds\n\n{report.matters_table(rows)}"
+  )
+  return text, rows, {}
 
 
 UNIDENTIFIED = (
@@ -290,6 +306,7 @@ def do_run(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
       nodes=design.nodes,
       slots=slots,
       steps=steps,
+      endless=POLICIES[design.policy].endless,
     )
 
   rows = simulate_rows(designs, seeds, run, bound)
@@ -322,6 +339,11 @@ def parser() -> argparse.ArgumentParser:
     nargs="+",
     metavar="NAME=V,V",
     help="gyre on table 1's works; names: phi mu cells",
+  )
+  what.add_argument(
+    "--matters",
+    action="store_true",
+    help="gyre and Colocate with one thing changed at a time",
   )
   p.add_argument("--seeds", type=int, default=8, help="how many (8)")
   p.add_argument("--first-seed", type=int, default=0, help="the first (0)")
@@ -407,6 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       what, do = "Table 2", do_table_2
     elif options.run:
       what, do = f"Replay of {options.run}", do_run
+    elif options.matters:
+      what, do = "What matters", do_matters
     else:
       what, do = "Sweep", do_sweep
     text, rows, more = do(options, seeds)

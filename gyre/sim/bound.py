@@ -22,9 +22,9 @@ def lower_bound(
   """Seconds below which no schedule can apply `steps` updates.
 
   The schedule bounded knows every work beforehand, divides the nodes between
-  rollout and training as finely as it likes at any moment (training has none
-  or one or more), moves anything anywhere, all for nothing; cells, switches,
-  streaming and the order of consumption are its own. It keeps the law:
+  rollout and training as finely as it likes at any moment, moves anything
+  anywhere, all for nothing; cells, switches, streaming and the order of
+  consumption are its own. It keeps the law:
   publication after a burst, which takes `costs.publish`, and no more than Q_b
   unconsumed groups at a boundary.
 
@@ -37,16 +37,17 @@ def lower_bound(
   node's time and gets 1/(f + (1-f)l/x0) of work a second, so a work X costs
   X(f/l + (1-f)/x0), which falls as l grows, and l <= slots. One that the
   timeout T ends uses T/l. So an execution costs at least
-  min(X(f/slots + (1-f)/x0), T/slots) node-seconds, and a group the sum. An
-  update costs the integral of n dt >= that of n^alpha dt = W, as n >= 1 and
-  alpha <= 1. For b <= c, of the C_c groups consumed by e_c at least
-  C_c - A_{b-1} were admitted at t_b or later, among those up to A_c, and
-  U_c - U_{b-1} updates were trained after e_{b-1}, since an update is trained
-  after the one before it is applied. All of that happens between e_{b-1}
-  (0 for b = 0) and e_c on `nodes` nodes:
+  min(X(f/slots + (1-f)/x0), T/slots) node-seconds, and a group the sum, R of
+  several. Updates of V = the integral of n^alpha dt within D seconds cost the
+  integral of n dt >= D (V/D)^(1/alpha): x^(1/alpha) is convex. For b <= c, of
+  the C_c groups consumed by e_c at least C_c - A_{b-1} were admitted at t_b or
+  later, among those up to A_c; and U_c - U_{b-1} updates were trained after
+  e_{b-1}, since an update is trained after the one before it is applied. All
+  of that happens in the D seconds between e_{b-1} (0 for b = 0) and e_c:
 
-    e_c >= e_{b-1} + (cheapest C_c - A_{b-1} of groups A_{b-1} .. A_c
-                      + (U_c - U_{b-1}) W) / nodes.
+    nodes D >= R + D (V/D)^(1/alpha),  D = e_c - e_{b-1},
+    R of the cheapest C_c - A_{b-1} of groups A_{b-1} .. A_c,
+    V = (U_c - U_{b-1}) W.
 
   (2) Latency. An execution shares the pool at least with itself, so it lasts
   at least min(X(f + (1-f)/(nodes x0)), T); a group as long as its longest.
@@ -105,8 +106,10 @@ def lower_bound(
       new = sorted(price[admitted[b] : admitted[c + 1]])
       k = max(consumed - admitted[b], 0)
       updates = applied - (ends[b - 1] if b else 0)
-      area = sum(new[:k]) + updates * costs.update_work
-      end = max(end, before[b] + area / nodes)
+      least = _least_seconds(
+        sum(new[:k]), updates * costs.update_work, nodes, costs.alpha
+      )
+      end = max(end, before[b] + least)
     k = consumed - admitted[c]
     if k > 0:
       new = sorted(latency[admitted[c] : admitted[c + 1]])
@@ -114,6 +117,23 @@ def lower_bound(
       end = max(end, boundary + new[k - 1] + last)
     before.append(end)
   return before[-1]
+
+
+def _least_seconds(
+  rollout: float, training: float, nodes: float, alpha: float
+) -> float:
+  """The least D with nodes D >= rollout + D (training/D)^(1/alpha)."""
+
+  def enough(d: float) -> bool:
+    return nodes * d >= rollout + d * (training / d) ** (1 / alpha)
+
+  low, high = 0.0, 1.0
+  while not enough(high):
+    low, high = high, 2 * high
+  for _ in range(60):
+    middle = (low + high) / 2
+    low, high = (low, middle) if enough(middle) else (middle, high)
+  return low
 
 
 def _scored_groups(workload: Workload, law: Law, count: int) -> list[int]:

@@ -308,7 +308,7 @@ def simulate(
   streaming: bool = True,
   policy: str | policies.Policy = "waterlevel",
   seed: int = 0,
-  endless: bool = False,
+  endless: bool | None = None,
   record: bool = False,
 ) -> Result:
   """Runs `steps` updates under the scheduler's rule.
@@ -322,7 +322,8 @@ def simulate(
     streaming: train a group as soon as it is whole.
     policy: of the scheduler.
     seed: of the scheduler's own key.
-    endless: admit groups that no update will consume.
+    endless: admit groups that no update will consume; None: as the policy
+      has it.
     record: keep every event and its actions in `Result.decisions`.
 
   Returns:

@@ -210,3 +210,31 @@ def plain_table(rows: Sequence[Row]) -> str:
   ]
   header = ["id", "design", "policy", "(φ, μ)", "nodes", "/best", *MEASURED]
   return markdown(header, body)
+
+
+def matters_table(rows: Sequence[Row]) -> str:
+  """gyre and Colocate under every variant, as ratios of a seed's hours."""
+  of = {row.design.id: row for row in rows}
+  base = of[tables.VARIANTS[0].designs()[0].id]
+  body = []
+  for variant in tables.VARIANTS:
+    fine, whole = (of[design.id] for design in variant.designs())
+    change = _ratios(fine, base)
+    tie = _ratios(whole, fine)
+    body.append(
+      [
+        variant.what,
+        f"{fine.hours:.4g} ± {fine.spread:.2g}",
+        f"{_percent(change[0] - 1)} ± {100 * change[1]:.1f}%",
+        f"{whole.hours:.4g} ± {whole.spread:.2g}",
+        f"{tie[0]:.3f} ± {tie[1]:.2g}",
+      ]
+    )
+  header = ["changed", "gyre h", "change", "Colocate h", "Colocate / gyre"]
+  return markdown(header, body)
+
+
+def _ratios(a: Row, b: Row) -> tuple[float, float]:
+  """Mean and spread of a / b over the seeds."""
+  pairs = zip(a.runs, b.runs, strict=True)
+  return mean_and_spread([x.seconds / y.seconds for x, y in pairs])

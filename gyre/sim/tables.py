@@ -12,6 +12,7 @@ import dataclasses
 
 from gyre.elastic.cells import Cell, Layout
 from gyre.elastic.dispatch import Law
+from gyre.elastic.policies import POLICIES
 from gyre.sim.bound import lower_bound
 from gyre.sim.clock import Result, simulate
 from gyre.sim.fluids import Costs
@@ -278,6 +279,65 @@ worth. Three parameters are not identifiable from two numbers: other choices do
 as well on them, so none of the three says anything about its workload."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """gyre and Colocate with something changed.
+
+  Attributes:
+    id: of the rows.
+    what: is changed, for people.
+    streaming: gyre's.
+    calibration: of both.
+  """
+
+  id: str
+  what: str
+  streaming: bool = True
+  calibration: Calibration = CALIBRATION
+
+  def designs(self) -> tuple[Design, Design]:
+    """gyre and Colocate of table 1."""
+    of = {design.id: design for design in TABLE_1}
+    return (
+      dataclasses.replace(
+        of["E0"],
+        id=f"{self.id}/gyre",
+        streaming=self.streaming,
+        published=None,
+      ),
+      dataclasses.replace(of["C0"], id=f"{self.id}/colocate", published=None),
+    )
+
+
+def _but(**changes) -> Calibration:
+  return dataclasses.replace(CALIBRATION, **changes)
+
+
+#: What matters, and what does not.
+VARIANTS = (
+  Variant("as-is", "nothing"),
+  Variant("no-streaming", "a burst waits for its groups", streaming=False),
+  Variant(
+    "slots-0.75", "3/4 of the slots", calibration=_but(slots=0.75 * 0.0721)
+  ),
+  Variant(
+    "slots-1.5", "3/2 of the slots", calibration=_but(slots=1.5 * 0.0721)
+  ),
+  Variant("f-0.5", "f = 0.5", calibration=_but(serial=0.5)),
+  Variant("f-0", "f = 0: tails speed up", calibration=_but(serial=0.0)),
+  Variant(
+    "switch-10min",
+    "10 minutes there and back",
+    calibration=_but(to_train=300.0, to_rollout=300.0),
+  ),
+  Variant(
+    "switch-20min",
+    "20 minutes there and back",
+    calibration=_but(to_train=600.0, to_rollout=600.0),
+  ),
+)
+
+
 def run_design(
   design: Design,
   calibration: Calibration,
@@ -321,4 +381,5 @@ def bound_of(
     nodes=design.nodes,
     slots=held,
     steps=steps,
+    endless=POLICIES[design.policy].endless,
   )

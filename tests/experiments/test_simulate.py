@@ -67,6 +67,17 @@ def test_table_2_prints_every_distance():
   assert "8 comparisons" in done.stdout
 
 
+def test_what_matters_has_a_row_a_variant():
+  done = run("--matters", "--seeds", 1, "--steps", 3, "--json")
+  assert done.returncode == 0, done.stderr
+  shown = cells(done.stdout)
+  rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+  assert len(rows) == 2 * len(shown) and len(shown) >= 6
+  assert shown[0]["changed"] == "nothing" and shown[0]["change"].startswith(
+    "+0.0%"
+  )
+
+
 def test_sweep_takes_every_combination():
   done = run(
     "--sweep", "phi=0.5,1", "mu=1,2", "cells=4", "--seeds", 1, "--steps", 4
