@@ -235,6 +235,11 @@ class Fleet:
     """C_R, slots of the cells in rollout."""
     return sum(p.cell.slots for p in self.posts.values() if p.role == "rollout")
 
+  @property
+  def core_trains(self) -> bool:
+    """Whether there is a core, in training."""
+    return self.hosted and self.posts[self.core].role == "train"
+
   def in_order(self, role: Role | None) -> list[Post]:
     """Cells of a role (None: any) in the order of leaving.
 

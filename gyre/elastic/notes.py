@@ -136,7 +136,7 @@ def _cell_down(state: State, event: CellDown) -> moves.Step:
   )
   if event.cell == fleet.core:
     fleet = dataclasses.replace(fleet, hosted=False)
-  if post.role != "rollout":
+  if post.role not in ("rollout", "down"):
     trainer = dataclasses.replace(state.trainer, drained=False, applying=False)
     state = state.but(trainer=trainer)
   state = _transfer_ended(state.but(fleet=fleet), event.cell)

@@ -25,7 +25,7 @@ class Policy:
     name: as in the configuration.
     leaves: (state, cell name) -> whether that cell, the next in order and in
       rollout, leaves for training now. Only asked when there is something to
-      train on and what runs on it fits the free slots of the others.
+      train on, and heard only if what it runs fits the free slots of others.
     order: state -> the executions that wait, in the order in which they are
       to start; None: as they were admitted.
     endless: whether Q_b is kept full at the last boundaries too.

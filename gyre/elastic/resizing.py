@@ -46,12 +46,11 @@ def noted(state: State, event: ResizeAsked) -> moves.Step:
 
 def due(state: State) -> bool:
   """Whether the core trains on other devices than it should."""
-  core = state.plan.layout.core
+  core = state.plan.layout.core.name
   fleet = state.fleet
-  if state.wanted is None or fleet.core != core.name or not fleet.hosted:
+  if state.wanted is None or fleet.core != core or not fleet.core_trains:
     return False
-  post = fleet.posts[core.name]
-  return post.role == "train" and len(post.cell.devices) != state.wanted
+  return len(fleet.posts[core].cell.devices) != state.wanted
 
 
 def done(state: State, event: Resized) -> moves.Step:

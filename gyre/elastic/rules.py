@@ -34,14 +34,10 @@ def drop_stale(state: State) -> moves.Step:
 
 def apply(state: State) -> moves.Step:
   """A drained update is applied by the core, unless weights are going out."""
-  trainer, fleet = state.trainer, state.fleet
+  trainer = state.trainer
   if not trainer.drained or trainer.applying:
     return state, ()
-  if (
-    state.publishing
-    or not fleet.hosted
-    or fleet.posts[fleet.core].role != "train"
-  ):
+  if state.publishing or not state.fleet.core_trains:
     return state, ()
   trainer = dataclasses.replace(trainer, applying=True, asked=True)
   return state.but(trainer=trainer), (Apply(trainer.version + 1),)
@@ -65,10 +61,8 @@ def replenish(state: State) -> moves.Step:
   done = (trainer.version - trainer.published) * law.batch + len(trainer.claims)
   wanted = law.boundary - done
   if not state.plan.endless:
-    left = (state.plan.steps - trainer.version) * law.batch - len(
-      trainer.claims
-    )
-    wanted = min(wanted, left)
+    left = (state.plan.steps - trainer.version) * law.batch
+    wanted = min(wanted, left - len(trainer.claims))
   count = wanted - len(state.queue)
   if count <= 0 or state.over:
     return state, ()
@@ -161,10 +155,9 @@ def _renew_core(state: State) -> State:
   room = law.batch - len(trainer.claims)
   ready = len(state.queue.ready(law.window, room)) == room
   others = sum(
-    p.cell.slots
-    for p in fleet.posts.values()
-    if p.cell.name != fleet.core
-    and p.role in ("rollout", "train", "to_rollout")
+    other.cell.slots
+    for name, other in fleet.posts.items()
+    if name != fleet.core and other.role in ("rollout", "train", "to_rollout")
   )
   if not ready or state.work.unfinished > others:
     return state
@@ -234,9 +227,9 @@ def _switch(state: State, name: str, role: str) -> moves.Step:
 
 def _trainable(state: State) -> bool:
   """Whether there is something to train on, or to apply."""
-  trainer, fleet = state.trainer, state.fleet
-  core_trains = fleet.hosted and fleet.posts[fleet.core].role == "train"
-  return bool(trainer.claims) and not (trainer.drained and core_trains)
+  trainer = state.trainer
+  applies = trainer.drained and state.fleet.core_trains
+  return bool(trainer.claims) and not applies
 
 
 def rehost(state: State) -> moves.Step:
@@ -261,17 +254,17 @@ def leave(state: State) -> moves.Step:
   """
   if state.transfer or state.over or not _trainable(state):
     return state, ()
-  for post in state.fleet.in_order("rollout"):
-    if not post.cell.borrows:
-      continue
-    name = post.cell.name
-    free = len(moves.free_slots(state, state.work.load.get(name, 0), name))
-    if free < state.work.load.get(name, 0):
-      break
-    if state.plan.policy.leaves(state, name):
-      return _switch(state, post.cell.name, "train")
-    break
-  return state, ()
+  movable = (p for p in state.fleet.in_order("rollout") if p.cell.borrows)
+  post = next(movable, None)
+  if post is None:
+    return state, ()
+  name = post.cell.name
+  if not state.plan.policy.leaves(state, name):
+    return state, ()
+  load = state.work.load.get(name, 0)
+  if len(moves.free_slots(state, load, without=name)) < load:
+    return state, ()
+  return _switch(state, name, "train")
 
 
 def stop(state: State) -> moves.Step:
