@@ -29,6 +29,8 @@ _POSITIVE = (
   "checkpoint.keep",
   "sandbox.concurrency",
   "tasks.num_train",
+  "elastic.cells",
+  "elastic.mu",
 )
 
 
@@ -162,6 +164,50 @@ def _check_agent(config: Config) -> None:
   )
 
 
+def _check_elastic(config: Config) -> None:
+  e, batch = config.elastic, config.rollout.groups_per_step
+  _require(e.phi >= 0, f"elastic.phi must not be negative, got {e.phi}")
+  whole = round(e.phi * batch)
+  _require(
+    abs(e.phi * batch - whole) < 1e-9,
+    f"elastic.phi {e.phi} times rollout.groups_per_step {batch} is no whole "
+    f"number of groups; the nearest elastic.phi is {whole / batch:g}",
+  )
+  _require(
+    e.standalone < e.cells,
+    f"elastic.standalone {e.standalone} of elastic.cells {e.cells} leaves none "
+    "to train",
+  )
+  _require(
+    not e.trainer or e.standalone == e.cells - 1 > 0,
+    f"elastic.trainer needs engines beside it: elastic.standalone "
+    f"{e.standalone} must be all others of elastic.cells {e.cells}",
+  )
+  for name, least in (("standalone", 0), ("window", 0), ("slots", 0)):
+    value = getattr(e, name)
+    _require(
+      value >= least, f"elastic.{name} must not be negative, got {value}"
+    )
+  width = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+  for after, devices in e.resize.items():
+    _require(
+      after.isdigit() and isinstance(devices, int) and 1 <= devices <= width,
+      f"elastic.resize maps updates to 1 to {width} devices of the first cell, "
+      f"got {after!r}: {devices!r}",
+    )
+  least = -(-whole // batch) + e.mu - 1
+  _require(
+    e.max_staleness == -1 or e.max_staleness >= least,
+    f"elastic.max_staleness {e.max_staleness} is below {least}, which phi "
+    f"{e.phi} and mu {e.mu} imply",
+  )
+  _require(
+    not (config.run.deterministic and (e.phi or e.window > 1)),
+    "run.deterministic needs elastic.phi 0 and elastic.window 1 (or 0): what "
+    f"runs over a publication is timed; they are {e.phi} and {e.window}",
+  )
+
+
 def _check_learner(config: Config) -> None:
   learner, context = config.learner, config.agent.max_context
   _require(
@@ -188,4 +234,5 @@ def check(config: Config) -> Config:
   _check_trajectory(config)
   _check_harness(config)
   _check_learner(config)
+  _check_elastic(config)
   return config

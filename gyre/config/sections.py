@@ -263,6 +263,41 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
+class Elastic:
+  """How devices move between rollout and training (gyre.elastic).
+
+  cells: equal cells, each a mesh of its own (section mesh) with an engine; the
+  first holds the optimizer, and the others follow it into training one by one.
+  One cell switches as a whole. trainer: the first only trains. standalone: so
+  many of the last only serve. Both, with 2 cells, are a fixed partition.
+  phi, mu: groups for phi further updates are dispatched ahead, and weights are
+  published every mu updates; mean staleness is phi + (mu - 1) / 2.
+  max_staleness: groups older than this are never trained (-1: what phi, mu and
+  window imply). window: only so many of the oldest groups may be trained next
+  (0: as many as max_staleness allows; 1 with run.deterministic).
+  streaming: a group is trained as soon as it is whole; else an update waits
+  for all of its groups. policy: which cell leaves when, in
+  gyre.elastic.scheduler. slots: executions a cell holds (0: rollout.max_slots).
+  resize: after an update, on how many of its devices the first cell trains;
+  the others serve, until it takes them back. {"3": 4, "6": 8}.
+  launcher: "inprocess" (cells share this process) or "local" (a process each).
+  """
+
+  cells: int = 1
+  trainer: bool = False
+  standalone: int = 0
+  phi: float = 0.0
+  mu: int = 1
+  max_staleness: int = -1
+  window: int = 0
+  streaming: bool = True
+  policy: str = "waterlevel"
+  slots: int = 0
+  resize: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  launcher: Literal["inprocess", "local"] = "inprocess"
+
+
+@dataclasses.dataclass(frozen=True)
 class Eval:
   """n held-out tasks every `every` steps (0: never), `samples` each."""
 
@@ -318,6 +353,7 @@ class Config:
   learner: Learner = dataclasses.field(default_factory=Learner)
   optim: Optim = dataclasses.field(default_factory=Optim)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
+  elastic: Elastic = dataclasses.field(default_factory=Elastic)
   eval: Eval = dataclasses.field(default_factory=Eval)
   checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
   warm_start: WarmStart = dataclasses.field(default_factory=WarmStart)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 from gyre.runtime.reshard import CheckpointError
@@ -88,10 +89,18 @@ class Checkpoints:
       manifest.write_document(self.directory / _BEST, best)
     return best
 
-  def prune(self, best: dict[str, Any] | None) -> None:
-    """Removes what is neither among the newest nor the best."""
+  def prune(
+    self, best: dict[str, Any] | None, needed: Collection[int] = ()
+  ) -> None:
+    """Removes what is neither among the newest, the best, nor needed.
+
+    Args:
+      best: as `offer_best` returned it.
+      needed: further steps to keep.
+    """
     steps = self.steps()
-    kept = set(steps[-self._keep :]) | ({best["step"]} if best else set())
+    kept = {*steps[-self._keep :], *needed}
+    kept |= {best["step"]} if best else set()
     for step in steps:
       if step not in kept:
         manifest.remove(self.path(step))

@@ -1,11 +1,8 @@
-"""The main loop: groups, rewards, advantages, a step, a commit, a publish.
+"""A run: from its newest checkpoint, or its start, to its last step.
 
-Durable before visible. A finished execution is in the store before anything
-else happens to it; a step's state and the ids of every group consumed are one
-commit; only then are the weights published, and only then is the step's line
-written. So there is one place to go on from: the newest checkpoint. What
-follows a commit (publish, evaluation, line) is done again at a resume, from
-what the store holds.
+Sets up what the run is made of, takes the supervised phase, and gives the rest
+to the conductor (conductor.py), which carries out the scheduler's decisions
+over the cells. What is durable when, run_work.py says.
 """
 
 from __future__ import annotations
@@ -13,138 +10,82 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from gyre.config import Config
-from gyre.learner import advantages as advantages_lib
-from gyre.learner.packing import pack
-from gyre.runtime import (
-  collect,
-  evaluate,
-  metrics,
-  publish,
-  sampler,
-  warm_start,
-)
-from gyre.runtime.cell_worker import CoreWorker
+from gyre.elastic import scheduler as sched
+from gyre.rollout.router import Router
+from gyre.runtime import metrics, reshard, run_work, warm_start
+from gyre.runtime.cell_worker import CellWorker, CoreWorker
 from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.conductor import Conductor
 from gyre.runtime.launch import Launched
-from gyre.runtime.record import CELL, ENGINE, Record, peak_memory
+from gyre.runtime.record import Record
+from gyre.runtime.run_work import Position, RunWork
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import Trainer, supervised
+from gyre.runtime.watch import Watch, engine_of
 from gyre.store.rollouts import RolloutStore
-from gyre.trajectory import select
-from gyre.trajectory.score import reward
-from gyre.types import Execution, Group, Sample
+from gyre.types import Snapshot
+
+# Cells of a run with one; the supervised phase is the first's.
+CORE = "cell 0"
 
 
-class RolloutError(RuntimeError):
-  """No execution of a step could be scored; the message says why."""
+def cell_names(config: Config) -> list[str]:
+  """Returns the names of a run's cells, in the order of leaving rollout."""
+  return [f"cell {i}" for i in range(config.elastic.cells)]
 
 
-@dataclasses.dataclass
-class Position:
-  """Where a run stands; a checkpoint's meta holds it as JSON.
+def layout(config: Config) -> sched.Layout:
+  """Returns the cells of a run: the core, satellites, standalone ones."""
+  e, m = config.elastic, config.mesh
+  width = m.data * m.fsdp * m.tensor
 
-  Attributes:
-    phase: "warm" or "train".
-    step: steps taken in that phase.
-    sampler: of the tasks.
-    next_group: index of the next group to dispatch.
-    consumed: group_id -> step that trained it; every group of the run.
-    row: metrics of `step`, without its evaluation.
-    best: {"step", "reward"} before the evaluation of `step`.
-    lengths: of the files of `Record`, before the line of `step`.
-    wall_s: seconds taken, over all resumes.
-  """
+  def kind(i: int) -> str:
+    if i == 0:
+      return "trainer" if e.trainer else "core"
+    return "standalone" if i >= e.cells - e.standalone else "satellite"
 
-  phase: str = "warm"
-  step: int = 0
-  sampler: dict[str, int] = dataclasses.field(
-    default_factory=lambda: dataclasses.asdict(sampler.SamplerState())
-  )
-  next_group: int = 0
-  consumed: dict[str, int] = dataclasses.field(default_factory=dict)
-  row: dict[str, Any] = dataclasses.field(default_factory=dict)
-  best: dict[str, Any] | None = None
-  lengths: dict[str, int] = dataclasses.field(default_factory=dict)
-  wall_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-  """A step's groups after scoring.
-
-  Attributes:
-    executions: all, in order of dispatch.
-    scores: the reward of each, or None.
-    advantages: execution_id -> advantage, of those to train.
-    selections: what of each execution can be trained.
-    zero_variance: groups without variance.
-  """
-
-  executions: list[Execution]
-  scores: list[float | None]
-  advantages: dict[str, float]
-  selections: list[select.Selection]
-  zero_variance: int
-
-  def trained(self) -> list[select.Selection]:
-    """Returns the selections of the executions to train."""
-    pairs = zip(self.executions, self.selections, strict=True)
-    return [s for e, s in pairs if e.execution_id in self.advantages]
-
-  def samples(self) -> list[Sample]:
-    """Returns the samples to train."""
-    return [s for selection in self.trained() for s in selection.samples]
-
-
-def _advantages(executions, config: Config, step: int):
-  """The reward of each execution, or None, and the advantages."""
-  learner = config.learner
-  scores = [reward(e.outcome, learner.score) for e in executions]
-  names = [e.group_id for e in executions]
-  if learner.advantage == "rloo":
-    result = advantages_lib.rloo(scores, names)
-  else:
-    result = advantages_lib.grpo(
-      scores,
-      names,
-      normalize_std=learner.normalize_std,
-      ddof=learner.std_ddof,
+  return sched.Layout(
+    tuple(
+      sched.Cell(
+        name=name,
+        devices=tuple(range(i * width, (i + 1) * width)),
+        slots=e.slots or config.rollout.max_slots,
+        kind=kind(i),
+        divisible=i == 0 and bool(e.resize),
+      )
+      for i, name in enumerate(cell_names(config))
     )
-  if learner.shuffle_advantages:
-    result = advantages_lib.shuffled(result, config.run.seed, step)
-  flat = {n for n, z in zip(names, result.zero_variance, strict=True) if z}
-  return scores, result, len(flat)
-
-
-def score_groups(groups: Sequence[Group], config: Config, step: int) -> Scored:
-  """Scores the groups of a step and gives each execution its advantage.
-
-  Executions without a reward leave training; groups whose rewards are all
-  equal teach nothing: they are counted and not computed.
-  """
-  executions = [e for g in groups for e in g.executions]
-  scores, result, zero_variance = _advantages(executions, config, step)
-  trained = result.included & ~result.zero_variance
-  return Scored(
-    executions=executions,
-    scores=scores,
-    advantages={
-      e.execution_id: float(a)
-      for e, a, t in zip(executions, result.values, trained, strict=True)
-      if t
-    },
-    selections=[
-      select.samples(e, config.trajectory, config.run.seed) for e in executions
-    ],
-    zero_variance=zero_variance,
   )
+
+
+def law(config: Config) -> sched.Law:
+  """Returns the dispatch law of a run.
+
+  Where the configuration leaves it open, groups may be consumed in order of
+  completion as far as the maximum of FIFO and one allows; in deterministic
+  mode in order of admission.
+  """
+  e, r = config.elastic, config.rollout
+  window = e.window or (1 if config.run.deterministic else 0)
+  made = sched.Law(e.phi, e.mu, r.groups_per_step, r.group_size, window or None)
+  most = e.max_staleness
+  if most < 0:
+    most = made.maximum() if window else made.fifo_max + 1
+  return dataclasses.replace(
+    made, window=window or made.window_for(most), max_staleness=most
+  )
+
+
+def _tracks(config: Config) -> list[str]:
+  """A track for each cell, and for each engine."""
+  names = cell_names(config)
+  if config.elastic.resize:
+    names.append(f"{CORE}-lent")
+  return [track for name in names for track in (name, engine_of(name))]
 
 
 class Controller:
@@ -163,7 +104,7 @@ class Controller:
     Args:
       config: the run's.
       directory: of the run, held by this process.
-      launched: model, renderer, mesh.
+      launched: model, renderer, meshes.
       tasks: what to train on.
       runner: makes the function that runs an execution on an engine.
 
@@ -178,7 +119,7 @@ class Controller:
       directory / "checkpoints", config.checkpoint.keep
     )
     self.checkpoints.clean_up()
-    self.trainer = Trainer(launched.model_cfg, launched.mesh, config)
+    self.trainer = Trainer(launched.model_cfg, launched.meshes[0], config)
     self._warm_trainer: Trainer | None = None
     self.position = Position()
     self._restore()
@@ -189,8 +130,9 @@ class Controller:
       config.run.steps,
       self.position.lengths,
       self.position.step if self.position.phase == "train" else 0,
+      tracks=_tracks(config),
     )
-    self.cell = CoreWorker(CELL, self.trainer, config)
+    self.router = Router()
     self._clock = time.monotonic()
     self._wall_before = self.position.wall_s
 
@@ -205,10 +147,6 @@ class Controller:
     warm = path.name.startswith("warm_")
     trainer = self._make_warm_trainer() if warm else self.trainer
     self.position = Position(**trainer.restore(path))
-    if self.config.learner.kl_coef and not warm:
-      self.trainer.reference = self.trainer.restore_params(
-        self.checkpoints.reference
-      )
 
   def _derive_store(self) -> None:
     """Makes the store agree with the manifest that decides."""
@@ -220,21 +158,8 @@ class Controller:
     if dropped:
       self.store.put_event("dropped", {"executions": dropped}, step=step)
 
-  def _commit(
-    self, trainer: Trainer, path: pathlib.Path, **changes: Any
-  ) -> None:
-    """Commits state and position in one manifest."""
-    self.position = dataclasses.replace(
-      self.position,
-      lengths=self.record.lengths(),
-      wall_s=self._wall(),
-      **changes,
-    )
-    step = self.position.step
-    with self.record.timeline.span(CELL, "checkpoint", step=step):
-      trainer.save(path, dataclasses.asdict(self.position))
-
-  def _wall(self) -> float:
+  def wall_s(self) -> float:
+    """Seconds taken, over all resumes."""
     return self._wall_before + time.monotonic() - self._clock
 
   # The run.
@@ -246,36 +171,85 @@ class Controller:
       The lines of metrics.jsonl.
     """
     with self.record.progress:
+      if self._resumed:
+        p = self.position
+        self.record.progress.line(f"resuming {p.phase} after step {p.step}")
+      if self.position.phase == "warm":
+        await self._begin()
+      workers = self._workers()
       try:
-        if self._resumed:
-          p = self.position
-          self.record.progress.line(f"resuming {p.phase} after step {p.step}")
-        if self.position.phase == "warm":
-          await self._begin()
-        params, step = self.trainer.state.params, self.position.step
-        engine = self.cell.start_engine(params, step)
-        await engine.ready()
-        await self._after_commit()
-        while self.position.step < self.config.run.steps:
-          await self._step(self.position.step + 1)
+        await self._conduct(workers)
         return self.record.rows()
       finally:
-        await self.cell.close()
+        await self.router.close()
+        for worker in workers.values():
+          await worker.close()
 
-  def wall_s(self) -> float:
-    """Seconds taken, over all resumes."""
-    return self._wall()
+  def _workers(self) -> dict[str, CellWorker]:
+    """The cells of this process; the first holds the state."""
+    workers: dict[str, CellWorker] = {}
+    for cell in layout(self.config):
+      if cell.name == CORE:
+        made = CoreWorker(CORE, self.trainer, self.config)
+        self._give_reference(made)
+      else:
+        made = self._worker(cell)
+      workers[cell.name] = made
+    return workers
+
+  def _worker(self, cell: sched.Cell) -> CellWorker:
+    """A cell of this process other than the core."""
+    mesh = reshard.resized(self._launched.meshes[0], cell.devices)
+    made = CellWorker(cell.name, self.trainer.on(mesh), self.config)
+    self._give_reference(made)
+    return made
+
+  def _give_reference(self, worker: CellWorker) -> None:
+    if self.config.learner.kl_coef:
+      worker.reference = Snapshot(0, str(self.checkpoints.reference))
+
+  async def _conduct(self, workers: dict[str, CellWorker]) -> None:
+    config, e = self.config, self.config.elastic
+    watch = Watch(self.record, self.store)
+    work = RunWork(
+      config,
+      self.position,
+      tasks=self.tasks,
+      runner=self._runner,
+      router=self.router,
+      store=self.store,
+      checkpoints=self.checkpoints,
+      record=self.record,
+      watch=watch,
+      row_multiple=workers[CORE].row_multiple,
+      wall_s=self.wall_s,
+      worker=self._worker,
+    )
+    state = sched.begin(
+      layout(config),
+      law(config),
+      streaming=e.streaming,
+      policy=e.policy,
+      steps=config.run.steps,
+      seed=config.run.seed,
+      resume=run_work.resumed(self.position, self.store, config.learner.score),
+    )
+    conductor = Conductor(state, workers, work, self.router, watch)
+    work.resize_after(e.resize, conductor.ask_resize)
+    await conductor.run()
 
   def close(self) -> None:
     """Closes the store and the files."""
     self.store.close()
     self.record.close()
 
+  # The supervised phase.
+
   def _make_warm_trainer(self) -> Trainer:
     if self._warm_trainer is None:
       self._warm_trainer = Trainer(
         self._launched.model_cfg,
-        self._launched.mesh,
+        self._launched.meshes[0],
         self.config,
         learner=supervised(self.config.learner),
         optimizer=warm_start.optimizer(self.config),
@@ -298,18 +272,15 @@ class Controller:
     else:
       params = self._launched.initial_params()
     self.trainer.init(params, seed)
-    if config.learner.kl_coef:
-      path = self.checkpoints.reference
-      if not path.exists():
-        self.trainer.save(path, {})
-      self.trainer.reference = self.trainer.restore_params(path)
+    if config.learner.kl_coef and not self.checkpoints.reference.exists():
+      self.trainer.save(self.checkpoints.reference, {})
     self._commit(
       self.trainer, self.checkpoints.path(0), phase="train", step=0, row=row
     )
 
   async def _warm_up(self, trainer: Trainer) -> dict[str, Any]:
     config = self.config
-    self.record.progress.role(CELL, "warm start")
+    self.record.progress.role(CORE, "warm start")
     run = self._runner(None, config.rollout.temperature)
     samples = await warm_start.transcripts(
       config, self.tasks, run, self.store, self.record
@@ -338,176 +309,16 @@ class Controller:
     self._commit(trainer, self.checkpoints.warm_path(step), step=step)
     self.checkpoints.prune(None)
 
-  async def _after_commit(self) -> None:
-    """What follows a commit: evaluation and the step's line."""
-    step, row = self.position.step, dict(self.position.row)
-    mine = [g for g, s in self.position.consumed.items() if s == step]
-    self.store.mark_consumed(mine, step)
-    self.store.put_event("publish", {"version": step}, step=step)
-    self.record.timeline.instant(ENGINE, "publish", version=step)
-    best = self.position.best
-    written, self.record.written = self.record.written, None
-    if written is not None:
-      row = written
-    elif self._evaluates(step):
-      began = time.monotonic()
-      row |= await self._evaluate(step)
-      row["perf/eval_s"] = time.monotonic() - began
-    if row.get("eval/reward") is not None:
-      best = self.checkpoints.offer_best(step, row["eval/reward"], best)
-    self.record.step(row)
-    self.position.best = best
-    self.checkpoints.prune(best)
-
-  def _evaluates(self, step: int) -> bool:
-    every = self.config.eval.every
-    last = step == self.config.run.steps
-    return bool(every and self.tasks.num_eval) and (step % every == 0 or last)
-
-  async def _evaluate(self, step: int) -> dict[str, Any]:
-    self.record.progress.role(CELL, "rollout")
-    tasks = [self.tasks.get("eval", i) for i in range(self.tasks.num_eval)]
-    with self.record.timeline.span(ENGINE, "evaluation", step=step):
-      row, _ = await evaluate.evaluate(
-        tasks,
-        self._runner(self.cell.engine, self.config.eval.temperature),
-        self.config,
-        step=step,
-        version=step,
-        store=self.store,
-        progress=lambda done, total: self.record.progress.phase(
-          "evaluation", done, total
-        ),
-      )
-    return row
-
-  # A step.
-
-  async def _step(self, step: int) -> None:
-    began = time.monotonic()
-    groups, draw, next_group, perf = await self._rollout(step)
-    scored = score_groups(groups, self.config, step)
-    if not any(s is not None for s in scored.scores):
-      detail = scored.executions[0].outcome
-      raise RolloutError(
-        f"step {step}: none of {len(scored.executions)} executions could be "
-        f"scored: {detail.detail if detail else 'no outcome'}"
-      )
-    self.store.put_samples(step, scored.samples(), scored.advantages)
-    row = self._train(step, scored, perf)
-    consumed = self.position.consumed | {g.group_id: step for g in groups}
-    row["perf/step_s"] = time.monotonic() - began
-    row["perf/rollout_idle"] = 1 - row["perf/rollout_s"] / row["perf/step_s"]
-    row["perf/train_idle"] = 1 - row["perf/train_s"] / row["perf/step_s"]
-    row["perf/peak_memory"] = peak_memory()
-    self._commit(
-      self.trainer,
-      self.checkpoints.path(step),
-      step=step,
-      sampler=dataclasses.asdict(draw),
-      next_group=next_group,
-      consumed=consumed,
-      row=row,
+  def _commit(
+    self, trainer: Trainer, path: pathlib.Path, **changes: Any
+  ) -> None:
+    """Commits state and position in one manifest."""
+    self.position = dataclasses.replace(
+      self.position,
+      lengths=self.record.lengths(),
+      wall_s=self.wall_s(),
+      **changes,
     )
-    await publish.publish(self.cell.engine, self.trainer.state.params, step)
-    await self._after_commit()
-
-  async def _rollout(
-    self, step: int
-  ) -> tuple[list[Group], sampler.SamplerState, int, dict[str, Any]]:
-    """Groups for a step; those without variance replaced where asked."""
-    config = self.config
-    draw = sampler.SamplerState(**self.position.sampler)
-    index, wanted = self.position.next_group, config.rollout.groups_per_step
-    groups: list[Group] = []
-    began, tokens, rounds = time.monotonic(), 0, 0
-    before = self.cell.engine.stats().generated_tokens
-    self.record.progress.role(CELL, "rollout")
-    with self.record.timeline.span(ENGINE, "rollout", step=step):
-      while wanted:
-        draw, tasks = sampler.draw(
-          draw, wanted, num_tasks=self.tasks.num_train, seed=config.run.seed
-        )
-        groups += await self._run_groups(step, index, tasks)
-        index += wanted
-        wanted = 0
-        if config.rollout.resample_zero_variance:
-          if rounds < config.rollout.resample_limit:
-            executions = [e for g in groups for e in g.executions]
-            spare = len(groups) - config.rollout.groups_per_step
-            flat = _advantages(executions, config, step)[-1]
-            wanted = max(0, flat - spare)
-          rounds += 1
-    seconds = time.monotonic() - began
-    tokens = self.cell.engine.stats().generated_tokens - before
-    return (
-      groups,
-      draw,
-      index,
-      {
-        "perf/rollout_s": seconds,
-        "perf/rollout_tokens_per_s": tokens / seconds,
-      },
-    )
-
-  async def _run_groups(
-    self, step: int, first: int, tasks: Sequence[int]
-  ) -> list[Group]:
-    config, work = self.config, []
-    for i, index in enumerate(tasks, first):
-      task = self.tasks.get("train", index)
-      group = Group(f"train-{i:06d}", i, task.task_id, version=step - 1)
-      size = config.rollout.group_size
-      work.append(
-        (group, collect.dispatches(group, task, size, config.run.seed))
-      )
-    groups, _ = await collect.collect(
-      work,
-      self._runner(self.cell.engine, config.rollout.temperature),
-      concurrency=config.sandbox.concurrency,
-      store=self.store,
-      phase="train",
-      progress=lambda done, total: self.record.progress.phase(
-        "rollout", done, total
-      ),
-    )
-    return groups
-
-  def _train(
-    self, step: int, scored: Scored, perf: Mapping[str, Any]
-  ) -> dict[str, Any]:
-    config = self.config
-    self.record.progress.role(CELL, "train")
-    self.record.progress.phase("train")
-    began = time.monotonic()
-    with self.record.timeline.span(CELL, "train", step=step):
-      packed = pack(
-        scored.samples(),
-        scored.advantages,
-        row_tokens=config.learner.row_tokens,
-        row_entries=config.learner.row_tokens,
-        micro_rows=config.learner.micro_rows,
-        row_multiple=self.trainer.row_multiple,
-        fixed=True,
-      )
-      learned = self.trainer.train(packed)
-      self.trainer.set_version(step)
-    seconds = time.monotonic() - began
-    stale = [step - 1 - e.version for e in scored.executions]
-    return {
-      "step": step,
-      **metrics.rewards(scored.executions, scored.scores),
-      **learned,
-      "staleness/mean": float(np.mean(stale)),
-      "staleness/max": int(max(stale)),
-      "group/zero_variance": scored.zero_variance,
-      "dedup/tokens_flat": packed.tokens_flat,
-      "dedup/tokens_trained": packed.tokens_trained,
-      **metrics.trajectories(
-        [s.stats for s in scored.trained()], config.trajectory.roles
-      ),
-      **metrics.token_audit(scored.executions, scored.selections),
-      "perf/train_s": seconds,
-      "perf/train_tokens_per_s": packed.tokens_trained / seconds,
-      **perf,
-    }
+    step = self.position.step
+    with self.record.timeline.span(CORE, "checkpoint", step=step):
+      trainer.save(path, dataclasses.asdict(self.position))

@@ -30,13 +30,13 @@ class Launched:
   Attributes:
     model_cfg: the model.
     renderer: its tokenizer and chat template.
-    mesh: of the trainer.
+    meshes: of the cells; the first is the core's.
     initial_params: makes or loads the first weights.
   """
 
   model_cfg: ModelConfig
   renderer: Renderer
-  mesh: jax.sharding.Mesh
+  meshes: tuple[jax.sharding.Mesh, ...]
   initial_params: Callable[[], Any]
 
 
@@ -62,15 +62,17 @@ def use_compilation_cache(directory: pathlib.Path) -> pathlib.Path | None:
   return path
 
 
-def make_mesh(config: Config) -> jax.sharding.Mesh:
-  """Returns the trainer's mesh.
+def cell_meshes(config: Config) -> tuple[jax.sharding.Mesh, ...]:
+  """Returns the mesh of each cell, over devices of its own.
 
   Raises:
     ConfigError: devices are missing; says how many.
   """
-  m = config.mesh
-  need, have = m.data * m.fsdp * m.tensor, jax.device_count()
-  if need > have:
+  m, cells = config.mesh, config.elastic.cells
+  width = m.data * m.fsdp * m.tensor
+  devices, need = jax.devices(), cells * width
+  if need > len(devices):
+    have = len(devices)
     hint = ""
     if jax.default_backend() == "cpu":
       hint = (
@@ -78,10 +80,27 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
         f"{need} makes that many"
       )
     raise ConfigError(
-      f"mesh data {m.data} x fsdp {m.fsdp} x tensor {m.tensor} needs {need} "
-      f"devices, there are {have}: {need - have} missing{hint}"
+      f"elastic.cells {cells} of mesh data {m.data} x fsdp {m.fsdp} x tensor "
+      f"{m.tensor} need {need} devices, there are {have}: {need - have} "
+      f"missing{hint}"
     )
-  return state_lib.make_mesh(m)
+  return tuple(
+    state_lib.make_mesh(m, devices[i * width : (i + 1) * width])
+    for i in range(cells)
+  )
+
+
+def use_host_devices(config: Config) -> None:
+  """On a CPU, makes a device for each one that the cells need.
+
+  Only before the first use of JAX's devices, and where nothing else says how
+  many there are to be.
+  """
+  m = config.mesh
+  need = config.elastic.cells * m.data * m.fsdp * m.tensor
+  flags = os.environ.get("XLA_FLAGS", "")
+  if need > 1 and "host_platform_device_count" not in flags:
+    jax.config.update("jax_num_cpu_devices", need)
 
 
 def _renderer(config: Config, tasks: TaskSource) -> Renderer:
@@ -153,7 +172,8 @@ def launch(config: Config, tasks: TaskSource) -> Launched:
   Raises:
     ConfigError: something is missing or does not fit, in one line.
   """
-  mesh, m = make_mesh(config), config.model
+  meshes, m = cell_meshes(config), config.model
+  mesh = meshes[0]
   layout = m.layout
   if m.source == "gguf":
     try:
@@ -170,7 +190,7 @@ def launch(config: Config, tasks: TaskSource) -> Launched:
     def from_gguf() -> Any:
       return gguf.load_gguf(m.path, layout=layout, mesh=mesh)[1]
 
-    return Launched(cfg, renderer, mesh, from_gguf)
+    return Launched(cfg, renderer, meshes, from_gguf)
   renderer = _renderer(config, tasks)
   cfg = _model_config(config, renderer)
   _check_vocabulary(cfg, renderer)
@@ -189,4 +209,4 @@ def launch(config: Config, tasks: TaskSource) -> Launched:
     )
     return make(key)
 
-  return Launched(cfg, renderer, mesh, initial)
+  return Launched(cfg, renderer, meshes, initial)

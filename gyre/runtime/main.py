@@ -17,13 +17,15 @@ import jax
 from gyre.config import Config, ConfigError
 from gyre.envs.sandbox import SandboxError, prune
 from gyre.envs.task import TaskError
+from gyre.learner import state as state_lib
 from gyre.rollout.engine import EngineError
 from gyre.runtime import compile_step, evaluate, launch, progress, workdir
 from gyre.runtime.cell_worker import CellWorker
 from gyre.runtime.checkpoints import Checkpoints
-from gyre.runtime.controller import Controller, RolloutError
+from gyre.runtime.controller import Controller
 from gyre.runtime.publish import PublishError
 from gyre.runtime.reshard import CheckpointError
+from gyre.runtime.run_work import RolloutError
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import Trainer
@@ -89,6 +91,7 @@ def train(config: Config, directory: pathlib.Path) -> None:
   try:
     workdir.check_config(directory, config)
     tasks = TaskSource(config)
+    launch.use_host_devices(config)
     _cache()
     launched = launch.launch(config, tasks)
     workdir.write_config(directory, config)
@@ -164,9 +167,10 @@ def evaluate_only(
   tasks = TaskSource(config)
   if not tasks.num_eval:
     raise ConfigError("there are no held-out tasks: eval.every or eval.n is 0")
+  launch.use_host_devices(config)
   _cache()
   launched = launch.launch(config, tasks)
-  trainer = Trainer(launched.model_cfg, launched.mesh, config)
+  trainer = Trainer(launched.model_cfg, launched.meshes[0], config)
   params = trainer.restore_params(path)
   step = int(path.name.rpartition("_")[2])
   cell = CellWorker("cell 0", trainer, config)
@@ -209,7 +213,7 @@ def compile_only(config: Config) -> None:
   if os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
     jax.config.update("jax_num_cpu_devices", need)
   _cache()
-  mesh = launch.make_mesh(config)
+  mesh = state_lib.make_mesh(m)
   hf = config.model.hf_config
   if "vocab_size" in hf:
     model_cfg = launch.published_config(hf)

@@ -10,7 +10,7 @@ import json
 import pathlib
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ class Record:
     steps: int,
     lengths: Mapping[str, int],
     step: int = 0,
+    *,
+    tracks: Sequence[str] = (CELL, ENGINE),
   ):
     """Cuts the files back and opens them.
 
@@ -50,6 +52,7 @@ class Record:
       lengths: of each file at the checkpoint that is resumed; a file not
         named starts again.
       step: whose line will be written next.
+      tracks: of the time line, in the order shown.
     """
     self._directory = directory
     self.written = self._line_of(step, lengths.get(METRICS, 0))
@@ -58,7 +61,7 @@ class Record:
     self.metrics = metrics.Lines(directory / METRICS)
     self.warm = metrics.Lines(directory / WARM)
     self.tensorboard = metrics.TensorBoard(directory, step)
-    self.timeline = timeline.Timeline(directory / TIMELINE, (CELL, ENGINE))
+    self.timeline = timeline.Timeline(directory / TIMELINE, tuple(tracks))
     self.progress = Progress(directory / LOG, steps)
     for row in self.rows():
       self.progress.seen(row)

@@ -75,13 +75,19 @@ class Timeline:
     """Records what is done inside as a span on a track."""
     start = time.time()
     yield
+    self.complete(track, name, start, time.time(), **args)
+
+  def complete(
+    self, track: str, name: str, start: float, end: float, **args: Any
+  ) -> None:
+    """Records what went on from `start` to `end` [s since 1970] on a track."""
     self._put(
       {
         "ph": "X",
         "name": name,
         "tid": self._tracks[track],
         "ts": int(start * 1e6),
-        "dur": int((time.time() - start) * 1e6),
+        "dur": int((end - start) * 1e6),
         "args": args,
       }
     )

@@ -123,16 +123,16 @@ def batches(
       f"a transcript has {longest} tokens, learner.row_tokens is {width}"
     )
   budget = max(int(rows * width * _FILL), longest)
-  starts = [(sampler.SamplerState(), None)]
+  starts = [(0, None)]
 
-  def take(state: sampler.SamplerState):
+  def take(position: int):
     chosen, used, seen = [], 0, set()
     while True:
-      after, (i,) = sampler.draw(state, 1, num_tasks=len(samples), seed=seed)
-      size = len(samples[i].ids)
+      i = sampler.task_of(position, num_tasks=len(samples), seed=seed)
+      size = samples[i].length
       if used + size > budget or i in seen:
-        return state, chosen
-      state, used = after, used + size
+        return position, chosen
+      position, used = position + 1, used + size
       seen.add(i)
       chosen.append(samples[i])
 

@@ -67,12 +67,12 @@ def final_state(directory):
 
 
 def rows(directory):
-  """metrics.jsonl without what depends on the clock."""
+  """metrics.jsonl without what depends on the clock: times, and switches."""
   return [
     {
       k: v
       for k, v in row.items()
-      if not k.startswith("perf/") and not k.endswith("_s")
+      if not k.startswith(("perf/", "elastic/")) and not k.endswith("_s")
     }
     for row in metrics.read_lines(directory / "metrics.jsonl")
   ]

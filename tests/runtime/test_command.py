@@ -40,8 +40,8 @@ def test_what_cannot_be_launched(tmp_path):
   wanted = config_dict(
     mesh={"data": 2, "fsdp": 8}, model={"hf_config": {"a": 1}}
   )
-  with pytest.raises(ConfigError, match="needs 16 devices, there are 8: 8"):
-    launch.make_mesh(from_config_dict(wanted))
+  with pytest.raises(ConfigError, match="need 16 devices, there are 8: 8"):
+    launch.cell_meshes(from_config_dict(wanted))
   with pytest.raises(ConfigError, match="tiny holds no run"):
     main.evaluate_only(from_config_dict(wanted), tmp_path / "tiny", "latest")
   harbor = config_dict(

@@ -1,0 +1,350 @@
+"""What the cells of a run work on: tasks, executions, groups, commits.
+
+Durable before visible. A group is in the store before any of its executions
+starts, and a finished execution before anything else happens to it; an
+update's state and the ids of every group consumed are one commit; only then
+are its weights published, and its line written. So there is one place to go on
+from: the newest checkpoint, and what the store holds beside it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gyre.config import Config
+from gyre.elastic import scheduler as sched
+from gyre.envs.task import Task
+from gyre.rollout.router import Router
+from gyre.runtime import collect, evaluate, reshard, sampler
+from gyre.runtime.cell import Core, Worker
+from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.record import Record, peak_memory
+from gyre.runtime.runner import Runner
+from gyre.runtime.tasks import TaskSource
+from gyre.runtime.updates import Update, score_group
+from gyre.runtime.watch import Watch
+from gyre.store.rollouts import RolloutStore
+from gyre.trajectory.score import reward
+from gyre.types import Batch, Execution, Group, Snapshot
+
+PHASE = "train"
+
+
+class RolloutError(RuntimeError):
+  """No execution could be scored for long; the message says why."""
+
+
+@dataclasses.dataclass
+class Position:
+  """Where a run stands; a checkpoint's meta holds it as JSON.
+
+  Attributes:
+    phase: "warm" or "train".
+    step: steps taken in that phase.
+    published: the version that engines serve; at most `step`.
+    consumed: group_id -> step that trained it; every group of the run.
+    row: metrics of `step`, without its evaluation.
+    evaluated: the step last evaluated, before `step`'s own evaluation.
+    best: {"step", "reward"} before the evaluation of `step`.
+    lengths: of the files of `Record`, before the line of `step`.
+    wall_s: seconds taken, over all resumes.
+  """
+
+  phase: str = "warm"
+  step: int = 0
+  published: int = 0
+  consumed: dict[str, int] = dataclasses.field(default_factory=dict)
+  row: dict[str, Any] = dataclasses.field(default_factory=dict)
+  evaluated: int = -1
+  best: dict[str, Any] | None = None
+  lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+  wall_s: float = 0.0
+
+
+def group_id(number: int) -> str:
+  """Returns the id of a group of training."""
+  return f"{PHASE}-{number:06d}"
+
+
+def resumed(
+  position: Position, store: RolloutStore, score: str
+) -> sched.Resumed:
+  """What the scheduler must know of a run to go on with it.
+
+  Args:
+    position: of the newest checkpoint.
+    store: derived from it already.
+    score: learner.score, which says what of the store was scored.
+  """
+  dropped = {e["payload"]["group"] for e in store.events("drop")}
+  groups, finished, consumed = [], [], []
+  for group in store.groups(PHASE):
+    if group.group_id in position.consumed:
+      consumed.append(group.index)
+    elif group.index not in dropped:
+      groups.append((group.index, group.version))
+      finished += [
+        ((group.index, e.index), reward(e.outcome, score) is not None)
+        for e in store.executions(group.group_id)
+      ]
+  return sched.Resumed(
+    version=position.step,
+    groups=tuple(groups),
+    finished=tuple(finished),
+    consumed=tuple(consumed),
+    dropped=tuple(sorted(dropped)),
+  )
+
+
+class RunWork:
+  """A run's side of the conductor; see conductor.Work."""
+
+  def __init__(
+    self,
+    config: Config,
+    position: Position,
+    *,
+    tasks: TaskSource,
+    runner: Runner,
+    router: Router,
+    store: RolloutStore,
+    checkpoints: Checkpoints,
+    record: Record,
+    watch: Watch,
+    row_multiple: int,
+    wall_s: Callable[[], float],
+    worker: Callable[[sched.Cell], Worker],
+  ):
+    """Takes what the run is made of; nothing is done.
+
+    Args:
+      config: the run's.
+      position: where it stands.
+      tasks, runner, router, store, checkpoints, record, watch: of the run.
+      row_multiple: rows of a micro-step are a multiple of it.
+      wall_s: seconds that the run took so far, over all resumes.
+      worker: makes the worker of a cell that a resize has brought about.
+    """
+    self.worker = worker
+    self.passes = config.learner.updates_per_batch
+    self.ordered = config.run.deterministic
+    self.position = position
+    self._config, self._tasks, self._router = config, tasks, router
+    self._store, self._checkpoints = store, checkpoints
+    self._record, self._watch, self._wall_s = record, watch, wall_s
+    self._row_multiple = row_multiple
+    self._run = runner(router, config.rollout.temperature)
+    self._evaluate = runner(router.anywhere(), config.eval.temperature)
+    self._groups: dict[int, Group] = {}
+    self._finished: dict[int, dict[int, Execution]] = collections.defaultdict(
+      dict
+    )
+    self._updates: dict[int, Update] = {}
+    self._unwritten = True
+    self._lost = 0
+    self._sizes: dict[int, int] = {}
+    for group in store.groups(PHASE):
+      if group.group_id not in position.consumed:
+        self._groups[group.index] = group
+        for execution in store.executions(group.group_id):
+          self._finished[group.index][execution.index] = execution
+
+  def resize_after(
+    self, sizes: Mapping[str, int], ask: Callable[[int], None]
+  ) -> None:
+    """Has the core resized after updates.
+
+    Args:
+      sizes: update -> devices; those of earlier updates hold at once.
+      ask: the conductor's.
+    """
+    self._sizes = {int(k): v for k, v in sizes.items()}
+    self._ask = ask
+    past = [u for u in self._sizes if u <= self.position.step]
+    if past:
+      ask(self._sizes[max(past)])
+
+  # Groups and executions.
+
+  def admit(self, group: int, version: int) -> None:
+    """See conductor.Work."""
+    task = self._task(group)
+    made = Group(group_id(group), group, task.task_id, version=version)
+    self._store.put_group(made, PHASE)
+    self._groups[group] = made
+
+  def _task(self, group: int) -> Task:
+    seed = self._config.run.seed
+    index = sampler.task_of(group, num_tasks=self._tasks.num_train, seed=seed)
+    return self._tasks.get("train", index)
+
+  def name(self, execution: sched.Execution) -> str:
+    """See conductor.Work."""
+    return f"{group_id(execution[0])}/{execution[1]}"
+
+  async def run(self, execution: sched.Execution) -> bool:
+    """See conductor.Work."""
+    number, index = execution
+    dispatch = collect.dispatches(
+      self._groups[number],
+      self._task(number),
+      self._config.rollout.group_size,
+      self._config.run.seed,
+    )[index]
+    done = await self._run(dispatch)
+    self._store.put_execution(done)
+    self._finished[number][index] = done
+    return reward(done.outcome, self._config.learner.score) is not None
+
+  def drop(self, group: int, reason: str) -> None:
+    """See conductor.Work.
+
+    Raises:
+      RolloutError: as many groups were lost, one after the other, as an update
+        takes.
+    """
+    step = self.position.step
+    self._store.put_event("drop", {"group": group, "reason": reason}, step=step)
+    del self._groups[group]
+    executions = self._finished.pop(group, {})
+    self._lost = self._lost + 1 if reason == "lost" else 0
+    if self._lost >= self._config.rollout.groups_per_step:
+      details = [e.outcome.detail for e in executions.values() if e.outcome]
+      raise RolloutError(
+        f"step {step + 1}: no execution of {self._lost} groups could be "
+        f"scored: {details[0] if details else 'no outcome'}"
+      )
+
+  # Updates.
+
+  def compose(
+    self, update: int, group: int
+  ) -> Sequence[tuple[Batch, tuple[str, ...]]]:
+    """See conductor.Work."""
+    self._lost = 0
+    executions = self._finished[group]
+    whole = dataclasses.replace(
+      self._groups[group],
+      executions=tuple(executions[i] for i in sorted(executions)),
+    )
+    making = self._updates.setdefault(
+      update, Update(self._config, self._row_multiple)
+    )
+    return making.add(score_group(whole, self._config))
+
+  def rest(self, update: int) -> Sequence[tuple[Batch, tuple[str, ...]]]:
+    """See conductor.Work."""
+    return self._updates[update].rest()
+
+  async def training_weights(self, core: Core) -> Any:
+    """See conductor.Work."""
+    return await core.weights()
+
+  async def commit(
+    self, core: Core, update: int, metrics: Sequence[Mapping[str, Any]]
+  ) -> None:
+    """See conductor.Work."""
+    self._write_line({})
+    made = self._updates[update]
+    self._store.put_samples(update, *made.samples())
+    row = {"step": update, **made.metrics(update - 1, metrics)}
+    row |= self._watch.take(
+      self._router.stats().generated_tokens, row["dedup/tokens_trained"]
+    )
+    row["perf/peak_memory"] = peak_memory()
+    mine = [s.group.group_id for s in made.groups]
+    self.position = dataclasses.replace(
+      self.position,
+      step=update,
+      consumed=self.position.consumed | dict.fromkeys(mine, update),
+      row=row,
+      lengths=self._record.lengths(),
+      wall_s=self._wall_s(),
+    )
+    await core.save(
+      self._checkpoints.path(update), dataclasses.asdict(self.position)
+    )
+    self._unwritten = True
+    self._store.mark_consumed(mine, update)
+    if update in self._sizes:
+      self._ask(self._sizes[update])
+    del self._updates[update]
+    for scored in made.groups:
+      del self._groups[scored.group.index]
+      del self._finished[scored.group.index]
+
+  async def rehost(self, core: Core) -> int:
+    """See conductor.Work."""
+    meta = await core.restore(self._checkpoints.path(self.position.step))
+    await core.join(None, meta["step"])
+    return meta["step"]
+
+  # Publication, and what follows it.
+
+  async def publishable(self, core: Core, version: int) -> Any:
+    """See conductor.Work: the core's own, or those of a checkpoint."""
+    if version == self.position.step:
+      return reshard.to_host(await core.weights())
+    return Snapshot(version, str(self._checkpoints.path(version)))
+
+  async def published(self, version: int) -> None:
+    """See conductor.Work: evaluates, and writes the step's line."""
+    step = self.position.step
+    self._store.put_event("publish", {"version": version}, step=step)
+    self.position.published = version
+    if version < step or not self._unwritten:
+      return  # resumed in the middle of a burst: that was done before
+    row: dict[str, Any] = {}
+    if self._record.written is None and self._evaluates(step):
+      began = time.monotonic()
+      row = await self._evaluation(step)
+      row["perf/eval_s"] = time.monotonic() - began
+    self._write_line(row)
+
+  def _write_line(self, evaluated: Mapping[str, Any]) -> None:
+    """Writes the line of the newest step, if that was not done."""
+    if not self._unwritten:
+      return
+    self._unwritten = False
+    step, best = self.position.step, self.position.best
+    row = {**self.position.row, **evaluated}
+    # Of a step whose line was written before the run was killed.
+    row, self._record.written = self._record.written or row, None
+    if row.get("eval/reward") is not None:
+      best = self._checkpoints.offer_best(step, row["eval/reward"], best)
+      self.position.evaluated = step
+    self._record.step(row)
+    self.position.best = best
+    boundary = step - step % self._config.elastic.mu
+    self._checkpoints.prune(best, {self.position.published, boundary})
+
+  def _evaluates(self, step: int) -> bool:
+    """Whether a step is evaluated: the first, the last, each `every`-th.
+
+    Where that is no end of a burst, the end that follows it is.
+    """
+    every = self._config.eval.every
+    if not (every and self._tasks.num_eval):
+      return False
+    due = self.position.evaluated // every if step else -1
+    return step // every > due or step == self._config.run.steps
+
+  async def _evaluation(self, step: int) -> dict[str, Any]:
+    tasks = [self._tasks.get("eval", i) for i in range(self._tasks.num_eval)]
+    with self._watch.evaluating(step):
+      row, _ = await evaluate.evaluate(
+        tasks,
+        self._evaluate,
+        self._config,
+        step=step,
+        version=step,
+        store=self._store,
+        progress=lambda done, total: self._record.progress.phase(
+          "evaluation", done, total
+        ),
+      )
+    return row

@@ -1,0 +1,373 @@
+"""Streaming training with changing members.
+
+Groups become micro-steps of an update as they come in; the cells that train
+claim them. Weights are frozen inside a pass. When all is trained the sums of
+all cells are combined at the core, which takes one optimizer step. A cell that
+dies takes with it what it claimed and has not handed over, and that is trained
+again; a core that dies takes the whole update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gyre.rollout.engine import EngineError
+from gyre.runtime.cell import CellError, Core, Sums, Worker
+from gyre.runtime.claims import Claims, MicroStep
+
+if TYPE_CHECKING:
+  from gyre.runtime.conductor import Observer, Work
+
+_ERRORS = (CellError, EngineError)
+
+# News of a cell's death may come after the error that it causes.
+_GRACE_S = 10.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Update:
+  """An update whose groups are coming in.
+
+  Attributes:
+    claims: its micro-steps.
+    groups: taken in so far.
+    parts: sums of micro-steps by index, in ordered mode.
+    handed: sums that cells handed over.
+    metrics: of each pass taken.
+    told: that this pass is trained was told.
+    stepping: its sums are being combined and applied.
+    lives: how often it began anew.
+  """
+
+  claims: Claims
+  groups: int = 0
+  parts: dict[int, Sums] = dataclasses.field(default_factory=dict)
+  handed: list[Sums] = dataclasses.field(default_factory=list)
+  metrics: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+  told: bool = False
+  stepping: bool = False
+  lives: int = 0
+
+  def start_over(self) -> None:
+    """Nothing has been computed."""
+    self.parts.clear()
+    self.handed.clear()
+    self.metrics.clear()
+    self.claims.start_over()
+    self.told = self.stepping = False
+    self.lives += 1
+
+  def take(self) -> list[Sums]:
+    """The sums handed over; in ordered mode, in that order."""
+    out = [*self.handed, *(self.parts[i] for i in sorted(self.parts))]
+    self.handed.clear()
+    self.parts.clear()
+    return out
+
+
+class Training:
+  """The updates of a run, and the cells that work on them."""
+
+  def __init__(
+    self,
+    work: Work,
+    observer: Observer,
+    *,
+    batch: int,
+    version: int,
+    drained: Callable[[int], None],
+    start: Callable[[Coroutine[Any, Any, Any]], asyncio.Task],
+  ):
+    """No cell trains yet.
+
+    Args:
+      work: makes micro-steps of groups, and commits.
+      observer: told what cells do.
+      batch: groups an update, B.
+      version: of the core's weights.
+      drained: told when all of an update's last pass is trained; again where a
+        death undid that.
+      start: runs a coroutine as a task of the run.
+    """
+    self._work, self._observer = work, observer
+    self._batch, self._drained, self._start = batch, drained, start
+    self._applied = self._held = version
+    self._updates: dict[int, _Update] = {}
+    self._workers: dict[str, Worker] = {}
+    self._members: dict[str, asyncio.Task] = {}
+    self._alive: set[str] = set()
+    self._ready: set[str] = set()
+    self._leaving: set[str] = set()
+    self._core = ""
+    self._news = asyncio.Condition()
+    # The core's weights stand still while a satellite takes them.
+    self._weights = asyncio.Lock()
+
+  def _update(self, number: int) -> _Update:
+    return self._updates.setdefault(number, _Update(Claims(number)))
+
+  # Members.
+
+  async def join(self, cell: str, worker: Worker, *, core: bool) -> None:
+    """A cell takes the core's weights; its sums are empty.
+
+    Args:
+      cell: its name.
+      worker: the cell.
+      core: whether it is the core, which has them.
+    """
+    async with self._weights:
+      if core:
+        self._core = cell
+        await worker.join(None, self._held)
+      else:
+        if not self._core:
+          raise CellError(f"{cell} cannot join: the core is lost")
+        weights = await self._work.training_weights(self._workers[self._core])
+        await worker.join(weights, self._held)
+      self._workers[cell] = worker
+      self._alive.add(cell)
+      self._ready.add(cell)
+
+  def enter(self, cell: str) -> None:
+    """A cell that joined claims micro-steps from now on."""
+    self._members[cell] = self._start(self._member(cell))
+
+  async def leave(self, cell: str) -> None:
+    """A cell claims no more, and hands over what it has added.
+
+    Args:
+      cell: its name; one that does not train is left as it is.
+    """
+    member = self._members.get(cell)
+    if member is None:
+      return
+    self._leaving.add(cell)
+    await self._notify()
+    await asyncio.wait({member})
+    self._leaving.discard(cell)
+    self._members.pop(cell, None)
+    self._ready.discard(cell)
+    update = self._updates.get(self._applied + 1)
+    if update is not None:
+      await self._take(update, cell)
+    # What is left in its sums is of an update that began anew.
+    await self._workers[cell].reset()
+
+  def lost(self, cell: str, *, core: bool) -> None:
+    """A cell died: what it claimed and had not handed over is to do again.
+
+    Args:
+      cell: its name.
+      core: whether it was the core; then the update begins anew.
+    """
+    member = self._members.pop(cell, None)
+    self._alive.discard(cell)
+    self._ready.discard(cell)
+    if core:
+      self._ready.clear()
+      self._core = ""
+    if member is not None:
+      member.cancel()
+    for update in self._updates.values():
+      if core:
+        update.start_over()
+      elif member is not None:
+        update.claims.give_back(cell)
+        # The scheduler has forgotten that it was told, or soon will.
+        update.told &= update.stepping
+      self._start(self._settle(update))
+
+  async def resize(self, core: Core, devices: Sequence[int]) -> None:
+    """The core goes on on other devices; not while its weights are read."""
+    async with self._weights:
+      await core.resize(devices)
+
+  async def rehosted(self, cell: str, core: Core, version: int) -> bool:
+    """A cell has become the core, with the last committed state.
+
+    Args:
+      cell: its name.
+      core: the cell.
+      version: of the state.
+
+    Returns:
+      Whether it is of an update that nobody had heard was applied.
+    """
+    unheard = version > self._applied
+    self._updates.pop(version, None)
+    self._workers[cell], self._core = core, cell
+    self._applied = self._held = version
+    self._alive.add(cell)
+    self._ready.add(cell)
+    for name in self._members:
+      await self._workers[name].reset()
+    await self._refresh()
+    return unheard
+
+  async def _member(self, cell: str) -> None:
+    """Works on micro-steps until the cell leaves or dies."""
+    while (claimed := await self._claim(cell)) is not None:
+      try:
+        await self._micro_step(cell, *claimed)
+      except _ERRORS:
+        if not await self._died(cell):
+          raise
+
+  async def _claim(self, cell: str) -> tuple[_Update, MicroStep] | None:
+    async with self._news:
+      while cell not in self._leaving:
+        update = self._updates.get(self._applied + 1)
+        if update is not None and cell in self._ready:
+          micro = update.claims.claim(cell)
+          if micro is not None:
+            return update, micro
+        await self._news.wait()
+    return None
+
+  async def _micro_step(
+    self, cell: str, update: _Update, micro: MicroStep
+  ) -> None:
+    worker, lives = self._workers[cell], update.lives
+    with self._observer.span(
+      cell, "micro-step", update=micro.update, index=micro.index
+    ):
+      extras = await worker.work(micro.batch, micro.extras)
+      part = await worker.sums() if self._work.ordered else None
+    if update.lives != lives:
+      return
+    update.claims.done(cell, micro.index, extras)
+    if part is not None:
+      update.claims.hand_over(cell)
+      update.parts[micro.index] = part
+    await self._settle(update)
+
+  async def _died(self, cell: str) -> bool:
+    """Whether a cell that failed is dead; waits for the news."""
+
+    async def gone() -> None:
+      async with self._news:
+        await self._news.wait_for(lambda: cell not in self._alive)
+
+    try:
+      await asyncio.wait_for(gone(), _GRACE_S)
+    except TimeoutError:
+      return False
+    return True
+
+  async def _notify(self) -> None:
+    async with self._news:
+      self._news.notify_all()
+
+  # Updates.
+
+  def consume(self, group: int, number: int) -> None:
+    """A group's micro-steps can be claimed."""
+    update = self._update(number)
+    update.groups += 1
+    for batch, groups in self._work.compose(number, group):
+      update.claims.add(batch, groups)
+    if update.groups == self._batch:
+      for batch, groups in self._work.rest(number):
+        update.claims.add(batch, groups)
+      update.claims.seal()
+    self._start(self._settle(update))
+
+  async def _settle(self, update: _Update) -> None:
+    """Goes on when a pass is trained; wakes who waits for work."""
+    claims = update.claims
+    if claims.drained and not update.told:
+      update.told = True
+      if len(claims) and claims.passes < self._work.passes:
+        self._start(self._next_pass(update))
+      else:
+        self._drained(claims.update)
+    await self._notify()
+
+  async def _take(self, update: _Update, cell: str) -> None:
+    """A cell hands its sums over; its death no longer loses them."""
+    if cell not in update.claims.members():
+      return
+    lives = update.lives
+    sums = await self._workers[cell].sums()
+    if update.lives == lives:
+      update.claims.hand_over(cell)
+      update.handed.append(sums)
+
+  async def _step(self, update: _Update) -> bool:
+    """One optimizer step on the sums of all; False where a death forbids it.
+
+    What is lost with the death is trained again, and the step taken then.
+    """
+    number, lives, cell = update.claims.update, update.lives, ""
+    update.stepping = True
+    try:
+      for cell in update.claims.members():
+        await self._take(update, cell)
+      cell = self._core
+      async with self._weights:
+        if update.lives != lives:
+          return False
+        self._ready.clear()
+        with self._observer.span(cell, "update", update=number):
+          metrics = await self._workers[cell].apply(update.take(), number)
+        if update.lives != lives:
+          return False
+        self._held = number
+        self._ready.add(cell)
+        update.metrics.append(metrics)
+    except _ERRORS:
+      if not await self._died(cell):
+        raise
+      update.stepping = update.told = False
+      await self._settle(update)
+      return False
+    return True
+
+  async def _refresh(self) -> None:
+    """Satellites in training take the core's weights again."""
+    for name in [n for n in self._members if n not in self._ready]:
+      try:
+        await self.join(name, self._workers[name], core=False)
+      except _ERRORS:
+        if not await self._died(name):
+          raise
+    await self._notify()
+
+  async def _next_pass(self, update: _Update) -> None:
+    if await self._step(update):
+      update.claims.next_pass()
+      update.told = update.stepping = False
+      await self._refresh()
+      await self._settle(update)
+
+  async def apply(self, number: int) -> bool:
+    """Takes the last step of an update and commits it.
+
+    Args:
+      number: of the update, drained.
+
+    Returns:
+      Whether it is committed. Otherwise a death came between, and the update
+      is told to be drained again; or it is under way already.
+    """
+    update = self._update(number)
+    if update.stepping:
+      return False
+    lives, core = update.lives, self._core
+    if not await self._step(update):
+      return False
+    try:
+      with self._observer.span(core, "commit", update=number):
+        await self._work.commit(self._workers[core], number, update.metrics)
+    except _ERRORS:
+      if update.lives == lives and not await self._died(core):
+        raise
+      return False
+    self._updates.pop(number, None)
+    self._applied = number
+    await self._refresh()
+    return True
