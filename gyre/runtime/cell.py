@@ -56,7 +56,7 @@ class Worker(Protocol):
     """Puts the engine to sleep, takes the weights; the sums are empty.
 
     A cell in training may join again, for later weights. Where it fails, the
-    engine is woken with what it served.
+    role is what it was, or "idle" if what it served cannot be served again.
 
     Args:
       weights: parameter pytree, or a Snapshot that `CoreWorker.save` or

@@ -87,6 +87,7 @@ class CellWorker:
     self._params: Any = None
     self._placed_reference: Any = None
     self._sums: step.GradSums | None = None
+    self._served: tuple[Any, int] | None = None
     self._version = 0
     self._engine_at: Any = None
     self._thread = concurrent.futures.ThreadPoolExecutor(
@@ -126,7 +127,7 @@ class CellWorker:
   async def serve(self, weights: Any, version: int) -> None:
     """See cell.Worker."""
     await self._do(self._free_training)
-    self.role = "idle"
+    self.role, given = "idle", (weights, version)
     if self.engine is None:
       weights = await self._do(self._read, weights, version)
       await self.start_engine(weights, version).ready()
@@ -136,10 +137,12 @@ class CellWorker:
       await self.engine.wake()
       await publish.publish(self.engine, weights, version)
     self.role = "rollout"
+    # Weights of the host cost the devices nothing.
+    self._served = None if _on_devices(given[0]) else given
 
   def _free_training(self) -> None:
     """Frees every array of training; in the thread."""
-    _delete(self._params, self._placed_reference, self._sums)
+    _delete(self.trainer_arrays())
     self._params = self._placed_reference = self._sums = None
 
   # Training.
@@ -151,20 +154,26 @@ class CellWorker:
         f"{self.name} holds sums at version {self._version}: take or reset "
         f"them before it joins at version {version}"
       )
-    if isinstance(weights, Snapshot):
-      # Before the engine gives up anything.
-      await self._do(manifest.verify, weights.path)
-    slept = self.engine is not None and not self.engine.stats().asleep
-    if slept:
+    # Before the engine gives up anything.
+    await self._do(self._check_join, weights, version)
+    before = self.role
+    if self.engine is not None:
       await self.engine.sleep()
     try:
       await self._do(self._place, weights, version)
     except Exception:
       await self._do(self._free_training)
-      if slept:
-        await self.engine.wake()
+      self.role = "idle"
+      if before == "rollout" and self._served is not None:
+        await self.serve(*self._served)
       raise
     self._version, self.role = version, "train"
+
+  def _check_join(self, weights: Any, version: int) -> None:
+    """Refuses weights that cannot be taken; in the thread."""
+    if isinstance(weights, Snapshot):
+      _check_snapshot(weights, version)
+      manifest.verify(weights.path)
 
   def _place(self, weights: Any, version: int) -> None:
     """Takes weights onto the cell's mesh, as copies; in the thread."""
@@ -177,10 +186,7 @@ class CellWorker:
   ) -> Any:
     """Weights as arrays: a Snapshot's are read onto the cell's mesh."""
     if isinstance(weights, Snapshot):
-      if weights.version != version:
-        raise CellError(
-          f"{weights.path} holds version {weights.version}, not {version}"
-        )
+      _check_snapshot(weights, version)
       if _for_engines(weights):
         layout = self._config.model.layout
         return load.load_hf_dir(
@@ -199,7 +205,19 @@ class CellWorker:
       return got["params"]
     if not copy:
       return weights
+    self._check_weights(weights)
     return reshard.put(weights, self.trainer.programs.layout.params())
+
+  def _check_weights(self, weights: Any) -> None:
+    want = reshard.named_leaves(self.trainer.abstract().params)
+    have = reshard.named_leaves(weights)
+    if wrong := sorted(want.keys() ^ have.keys()):
+      raise CellError(f"weights disagree with the model on {wrong[0]}")
+    for name, leaf in want.items():
+      if have[name].shape != leaf.shape:
+        raise CellError(
+          f"weights: {name} is {have[name].shape}, the model's {leaf.shape}"
+        )
 
   async def work(self, batch: Batch, extras: Extras | None = None) -> Extras:
     """See cell.Worker."""
@@ -246,6 +264,11 @@ class CellWorker:
   def _take(self) -> Sums:
     taken, self._sums = self._sums, None
     return {} if taken is None else reshard.named_leaves(taken)
+
+  def trainer_arrays(self) -> tuple[Any, ...]:
+    """Returns what training holds on the cell's devices now."""
+    held = (self._params, self._placed_reference, self._sums)
+    return tuple(x for x in held if x is not None)
 
   async def reset(self) -> None:
     """See cell.Worker."""
@@ -356,10 +379,12 @@ class CoreWorker(CellWorker):
         f"{self.name} holds version {int(state.version)}, not {version}"
       )
 
-  def _place(self, weights: Any, version: int) -> None:
+  def _check_join(self, weights: Any, version: int) -> None:
     if weights is not None:
       raise CellError(f"{self.name} is the core: it joins with weights None")
     self._check_version(version)
+
+  def _place(self, weights: Any, version: int) -> None:
     self._to_devices()
 
   # The update.
@@ -467,11 +492,22 @@ class CoreWorker(CellWorker):
     return target | {"sums": step.abstract_sums(trainer.programs.layout)}
 
 
+def _check_snapshot(weights: Snapshot, version: int) -> None:
+  if weights.version != version:
+    raise CellError(
+      f"{weights.path} holds version {weights.version}, not {version}"
+    )
+
+
 def _for_engines(weights: Any) -> bool:
   """Whether weights lie in a directory in the layout that engines load."""
   if not isinstance(weights, Snapshot):
     return False
   return "arrays" not in manifest.read_manifest(weights.path).meta
+
+
+def _on_devices(tree: Any) -> bool:
+  return any(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
 
 
 def _delete(*trees: Any) -> None:

@@ -9,6 +9,9 @@ from gyre import config
 from gyre.learner import packing, state
 from gyre.models import params as params_lib
 from gyre.models.config import ModelConfig
+from gyre.rollout import shapes
+from gyre.rollout.jax_engine import JaxEngine
+from gyre.rollout.programs import Programs
 from gyre.runtime.cell_worker import CellWorker, CoreWorker
 from gyre.runtime.trainer import Trainer
 from gyre.types import Sample
@@ -34,7 +37,7 @@ def make_config(**learner):
   """A run's configuration around the toy model."""
   made = config.from_config_dict(
     config.config_dict(
-      run={"steps": 8},
+      run={"steps": 8, "deterministic": True},
       model={"hf_config": MODEL.to_hf()},
       agent={"max_context": 32, "max_new_tokens": 8},
       rollout={
@@ -112,20 +115,47 @@ def trainer(sizes, first=0, **learner):
   return made
 
 
-def core(sizes=(1, 1, 1), first=0, weights=None, **learner):
+_PROGRAMS = {}
+
+
+def make_engine(trainer, config):
+  """Makes engines on a trainer's first device, which share their compiles."""
+  device = trainer.mesh.devices.flat[0]
+  rollout = config.rollout
+
+  def make(weights, version):
+    if device not in _PROGRAMS:
+      chosen = shapes.choose(rollout, config.agent.max_context, True)
+      _PROGRAMS[device] = Programs(MODEL, chosen, rollout.dtype, device)
+    return JaxEngine(
+      weights,
+      MODEL,
+      version=version,
+      rollout=rollout,
+      max_context=config.agent.max_context,
+      deterministic=True,
+      device=device,
+      programs=_PROGRAMS[device],
+    )
+
+  return make
+
+
+def _cell(kind, name, sizes, first, learner):
+  made, config = trainer(sizes, first, **learner), make_config(**learner)
+  return kind(name, made, config, make_engine=make_engine(made, config))
+
+
+def core(sizes=(1, 1, 1), first=0, **learner):
   """A core that has first weights; to be joined."""
-  made = CoreWorker(
-    "cell 0", trainer(sizes, first, **learner), make_config(**learner)
-  )
-  made.trainer.init(params() if weights is None else weights, seed=3)
+  made = _cell(CoreWorker, "cell 0", sizes, first, learner)
+  made.trainer.init(params(), seed=3)
   return made
 
 
 def satellite(name, sizes=(1, 1, 1), first=0, **learner):
   """A cell without a state."""
-  return CellWorker(
-    name, trainer(sizes, first, **learner), make_config(**learner)
-  )
+  return _cell(CellWorker, name, sizes, first, learner)
 
 
 def gradient(worker):

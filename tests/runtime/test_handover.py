@@ -1,0 +1,156 @@
+"""Of a cell's trainer and engine, one holds the devices' memory at a time."""
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+import toy_cells as toy
+
+from gyre.rollout.engine import Request
+from gyre.runtime import reshard
+from gyre.runtime.cell import CellError
+from gyre.store import manifest
+from gyre.types import Snapshot
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """Toy programs run a few times: compile them with few optimisations."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def _held(cell):
+  """Bytes of all live arrays on a cell's devices."""
+  gc.collect()
+  devices = set(cell.trainer.mesh.devices.flat)
+  buffers = {
+    shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+    for x in jax.live_arrays()
+    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    for shard in x.addressable_shards
+    if shard.device in devices
+  }
+  return sum(buffers.values())
+
+
+def _bytes(tree):
+  return sum(
+    shard.data.nbytes
+    for x in jax.tree.leaves(tree)
+    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    for shard in x.addressable_shards
+  )
+
+
+async def _tokens(cell):
+  done = await cell.engine.generate(
+    Request(ids=[1, 2, 3], max_new_tokens=6, temperature=0.0, seed=1)
+  )
+  return done.ids.tolist(), done.versions.tolist()
+
+
+# Counters, keys and the like.
+SMALL = 512
+
+
+def test_memory_goes_over_whole_and_comes_back(tmp_path):
+  async def run():
+    core = toy.core((1, 2, 1), 4)
+    cell = toy.satellite("cell 1", (1, 1, 1), 6)
+    empty = _held(cell)
+    weights = reshard.to_host(await core.weights())
+    await cell.serve(weights, 0)
+    serving = _held(cell) - empty
+    assert serving > 2 * 32 * 8 * 2 * 4  # the pages alone
+    expected = await _tokens(cell)
+
+    await core.join(None, 0)
+    await cell.join(await core.weights(), 0)
+    batch = toy.batches()[0]
+    assert abs(_held(cell) - empty - _bytes(cell.trainer_arrays())) <= SMALL
+    await cell.work(batch)
+    arrays = jax.tree.leaves(cell.trainer_arrays())
+    assert abs(_held(cell) - empty - _bytes(arrays)) <= SMALL
+    weights_bytes = sum(x.nbytes for x in jax.tree.leaves(weights))
+    assert _bytes(arrays) >= 2 * weights_bytes
+    await cell.reset()
+
+    arrays = jax.tree.leaves(cell.trainer_arrays())
+    await cell.serve(weights, 0)
+    assert arrays and all(x.is_deleted() for x in arrays)
+    assert cell.trainer_arrays() == ()
+    assert abs(_held(cell) - empty - serving) <= SMALL
+    assert await _tokens(cell) == expected
+    await cell.close()
+    assert abs(_held(cell) - empty) <= SMALL
+
+  toy.run(run())
+
+
+def test_the_core_keeps_its_state_on_the_host_while_it_serves(tmp_path):
+  async def run():
+    core = toy.core((1, 2, 1), 6)
+    empty = _held(core) - _bytes(core.trainer.state)
+    await core.join(None, 0)
+    await core.apply([await core.sums()], 1)
+    state = core.trainer.state
+    before = reshard.to_host(state)
+    await core.serve(None, 1)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert core.engine.stats().version == 1
+    assert set((await _tokens(core))[1]) == {1}
+    jax.tree.map(
+      np.testing.assert_array_equal, await core.weights(), before.params
+    )
+    # What is asked for meanwhile is of the same state.
+    await core.save(tmp_path / "served", {"step": 1})
+    await core.resize([6])
+    assert core.engine is not None
+    await core.join(None, 1)
+    assert core.engine.stats().asleep
+    after = reshard.to_host(core.trainer.state)
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    jax.tree.map(
+      np.testing.assert_array_equal, after.opt_state, before.opt_state
+    )
+    np.testing.assert_array_equal(after.key.data, before.key.data)
+    assert abs(_held(core) - empty - _bytes(core.trainer.state)) <= SMALL
+    assert await core.restore(tmp_path / "served") == {"step": 1}
+    restored = reshard.to_host(core.trainer.state)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, before.params)
+    # The engine's device is given away: another engine will serve.
+    await core.resize([5])
+    assert core.engine is None
+    await core.close()
+
+  toy.run(run())
+
+
+def test_a_join_that_fails_leaves_the_engine_serving(tmp_path):
+  async def run():
+    core = toy.core((1, 2, 1), 4)
+    weights = reshard.to_host(await core.weights())
+    cell = toy.satellite("cell 1", (1, 1, 1), 6)
+    await cell.serve(weights, 0)
+    expected = await _tokens(cell)
+    snapshot = await core.snapshot(tmp_path / "s")
+    other = {k: v for k, v in weights.items() if k != "embed"}
+    broken = Snapshot(0, str(tmp_path / "gone"))
+    wrong = {**weights, "embed": np.zeros((30, 16), np.float32)}
+    for given, error in (
+      (broken, manifest.ManifestError),
+      (other, (ValueError, CellError)),
+      (wrong, (ValueError, CellError)),
+    ):
+      with pytest.raises(error):
+        await cell.join(given, 0)
+      assert cell.role == "rollout"
+      assert await _tokens(cell) == expected
+    await cell.join(snapshot, 0)
+    assert cell.role == "train"
+    await cell.close()
+
+  toy.run(run())
