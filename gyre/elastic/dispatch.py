@@ -8,6 +8,7 @@ the published version at admission.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fractions
 import itertools
@@ -223,6 +224,46 @@ class Queue:
         break
       queue, taken = queue.without(now), taken + now
     return taken
+
+  def in_time(
+    self, law: Law, update: int, room: int, most: int
+  ) -> tuple[int, ...]:
+    """Up to `most` groups whose consumption makes no other one too late.
+
+    Group i may be consumed for update D_i = v_i + max_staleness + 1 at the
+    latest, so u has `room` places left and each update after it B. Whole
+    groups are taken oldest first; one is passed over if for some t < D it
+    would take a place that the groups due by t all need, whole or not:
+
+      #{i : D_i ≤ t} ≤ room + B(t − u)    for every t.
+
+    This holds after every boundary, as Q_b ≤ (max_staleness + 1)B, and after
+    a replacement; so no group is ever too stale, and one that is due will be
+    whole: nothing is starved.
+
+    Args:
+      law: with `max_staleness`.
+      update: u, that consumes.
+      room: places left in it.
+      most: groups wanted, of this update and the following.
+    """
+    count = collections.Counter(g.version for g in self.groups.values())
+    versions = sorted(count)
+    due = list(itertools.accumulate(count[v] for v in versions))
+    spare = [
+      room + law.batch * (v + law.max_staleness + 1 - update) - n
+      for v, n in zip(versions, due, strict=True)
+    ]
+    taken: list[int] = []
+    for number in self.whole:
+      rank = versions.index(self.groups[number].version)
+      full = any(due[k] and not spare[k] for k in range(rank))
+      if full or len(taken) == most:
+        continue
+      taken.append(number)
+      spare[:rank] = [places - 1 for places in spare[:rank]]
+      due[rank:] = [groups - 1 for groups in due[rank:]]
+    return tuple(taken)
 
   def stale(self, oldest: int) -> tuple[Group, ...]:
     """Groups admitted at a version before `oldest`.

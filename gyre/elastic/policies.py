@@ -29,12 +29,15 @@ class Policy:
     order: state -> the executions that wait, in the order in which they are
       to start; None: as they were admitted.
     endless: whether Q_b is kept full at the last boundaries too.
+    deadlines: whether the maximum staleness is kept by the groups' deadlines
+      (`Queue.in_time`) instead of a window.
   """
 
   name: str
   leaves: Callable[[State, str], bool]
   order: Callable[[State], tuple[Execution, ...]] | None = None
   endless: bool = False
+  deadlines: bool = False
 
 
 def fits(state: State, cell: str) -> bool:
@@ -50,4 +53,8 @@ WATERLEVEL = Policy("waterlevel", leaves=fits)
 #: unconsumed is as much as at any boundary.
 STEADY = Policy("steady", leaves=fits, endless=True)
 
-POLICIES = {policy.name: policy for policy in (WATERLEVEL, STEADY)}
+#: And the maximum staleness costs nothing: a window holds back whatever is
+#: far from the oldest group; a deadline only what takes a late group's place.
+DEADLINE = Policy("deadline", leaves=fits, endless=True, deadlines=True)
+
+POLICIES = {policy.name: policy for policy in (WATERLEVEL, STEADY, DEADLINE)}

@@ -152,7 +152,8 @@ def resize(state: State) -> moves.Step:
   action = Resize(core.name, core.devices[: state.wanted], ticket)
   fleet = state.fleet
   if lent is not None:
-    fleet = fleet.put(lent, role="down", back=False)
+    life = fleet.posts[lent].life + 1
+    fleet = fleet.put(lent, role="down", back=False, life=life)
   state = state.but(
     fleet=fleet,
     transfer=Transfer(action, before="train"),

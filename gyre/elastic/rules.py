@@ -102,7 +102,7 @@ def consume(state: State) -> moves.Step:
     needed = (end - trainer.version) * law.batch
   if len(state.queue.whole) < needed:
     return state, ()
-  ready = state.queue.ready(law.window, max(needed, room))
+  ready = _ready(state, max(needed, room))
   if len(ready) < needed:
     return state, ()
   taken = ready[:room]
@@ -110,6 +110,15 @@ def consume(state: State) -> moves.Step:
   update = trainer.version + 1
   state = state.but(trainer=trainer, queue=state.queue.without(taken))
   return state, tuple(Consume(number, update) for number in taken)
+
+
+def _ready(state: State, most: int) -> tuple[int, ...]:
+  """Up to `most` groups that can be consumed now, one after the other."""
+  law, trainer = state.law, state.trainer
+  if not state.plan.policy.deadlines:
+    return state.queue.ready(law.window, most)
+  room = law.batch - len(trainer.claims)
+  return state.queue.in_time(law, trainer.version + 1, room, most)
 
 
 def start(state: State) -> moves.Step:
@@ -153,7 +162,7 @@ def _renew_core(state: State) -> State:
   if post.role != "train" or post.until > trainer.published or state.over:
     return state
   room = law.batch - len(trainer.claims)
-  ready = len(state.queue.ready(law.window, room)) == room
+  ready = len(_ready(state, room)) == room
   others = sum(
     other.cell.slots
     for name, other in fleet.posts.items()

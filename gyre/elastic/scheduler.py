@@ -114,8 +114,8 @@ def begin(
     resume: what a stored run knows; None for a new run.
 
   Raises:
-    ValueError: for an unknown policy, no steps, or a stored run that
-      contradicts itself.
+    ValueError: for an unknown policy, one that can't keep the law, no steps,
+      or a stored run that contradicts itself.
   """
   if steps < 1:
     raise ValueError(f"steps must be >= 1, got {steps}")
@@ -125,6 +125,12 @@ def begin(
         f"policy {policy!r} is none of {sorted(policies.POLICIES)}"
       )
     policy = policies.POLICIES[policy]
+  bounded = law.window is None and law.max_staleness is not None
+  if policy.deadlines and not bounded:
+    raise ValueError(
+      f"policy {policy.name} with window {law.window} and max_staleness "
+      f"{law.max_staleness}; it needs None and a number"
+    )
   if endless is None:
     endless = policy.endless
   plan = Plan(layout, law, policy, steps, streaming, endless, seed)

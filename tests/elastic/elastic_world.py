@@ -300,7 +300,7 @@ class World:
     lent = self.sites.get(self.lent)
     assert lent is None or not lent.runs, "the lent cell is not empty"
     if lent is not None:
-      lent.holder, lent.version = "dead", None
+      lent.holder, lent.version, lent.life = "dead", None, lent.life + 1
     self.resizing = (a.cell, a.devices, a.ticket)
 
   def _admit(self, a) -> None:
@@ -408,6 +408,9 @@ class World:
     if a.reason == "lost":
       assert len(ended) == self.law.group_size and not any(ended.values())
     else:
+      # Nothing that keeps deadlines, or FIFO's maximum, ever comes to this.
+      assert not self.state.plan.policy.deadlines
+      assert self.law.window != 1 or "lost" in self.dropped.values()
       stale = self.version - self.admitted[a.group]
       assert stale > self.law.max_staleness
     assert a.group not in self.consumed

@@ -18,7 +18,9 @@ B = 20
 GRID = [(phi, mu) for phi in PHI for mu in MU]
 
 
-def dispatched(law, steps, seed, *, endless=True, keep=0.0):
+def dispatched(
+  law, steps, seed, *, endless=True, keep=0.0, policy="waterlevel"
+):
   """Drives the scheduler alone; the staleness of every group, in order.
 
   Executions end in a random order, or (`keep` > 0) mostly the newest first,
@@ -26,7 +28,7 @@ def dispatched(law, steps, seed, *, endless=True, keep=0.0):
   """
   rng = random.Random(seed)
   layout = cells.fixed_partition(1, 1, 10_000)
-  state = sched.begin(layout, law, steps=steps, endless=endless)
+  state = sched.begin(layout, law, steps=steps, endless=endless, policy=policy)
   running, version, staleness = [], {}, []
   event, answers = sched.Begin(0.0), collections.deque()
   while not state.stopped:
@@ -147,6 +149,48 @@ def test_steady_state_in_any_order():
   (a, n), (b, m) = sums[10], sums[30]
   steady = (b - a) / (m - n)
   assert steady == pytest.approx(law.mean(), abs=1e-12)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.9, 0.99])
+def test_deadlines_keep_the_maximum_and_drop_nothing(keep):
+  for phi, mu in [(0, 2), (0.25, 5), (1.5, 1), (2.3, 2), (0.5, 3)]:
+    fifo = Law(phi, mu, B, 1).fifo_max
+    for over in (0, 1, 2):
+      law = Law(phi, mu, B, 1, max_staleness=fifo + over)
+      steps = 8 * mu
+      d, ages = dispatched(
+        law, steps, 1, keep=keep, endless=False, policy="deadline"
+      )
+      assert len(d) == steps * B and not ages
+      assert max(d) <= fifo + over
+      assert statistics.fmean(d) == pytest.approx(
+        law.cold_start_mean(8), abs=1e-12
+      )
+
+
+def test_deadlines_hold_back_less_than_a_window():
+  """One group is late: at the same maximum a window stops behind it, and
+  deadlines do not until its place is at stake."""
+  windowed = Law(0.5, 3, 16, 1, window=1)
+  bounded = Law(0.5, 3, 16, 1, max_staleness=3)
+  assert windowed.maximum() == bounded.maximum() == 3
+  queue = Queue()
+  for number in range(56):
+    queue = queue.admit(Group(number, 0, 1))
+  for number in range(1, 40):
+    queue = queue.ended(number, True)
+  assert queue.ready(1, 16) == ()
+  assert queue.in_time(bounded, 1, 16, 16) == tuple(range(1, 17))
+  # All are due by update 4: nobody else may take their last places.
+  late = Queue()
+  for number in range(16):
+    late = late.admit(Group(number, 0, 1))
+  for number in range(16, 56):
+    late = late.admit(Group(number, 3, 1))
+  for number in range(1, 50):
+    late = late.ended(number, True)
+  assert late.in_time(bounded, 4, 16, 16) == tuple(range(1, 16))
+  assert late.in_time(bounded, 3, 16, 32) == tuple(range(1, 32))
 
 
 def test_windows_bound_is_reached():

@@ -1,5 +1,6 @@
 """The scheduler under random interleavings of events, failures included."""
 
+import dataclasses
 import random
 
 import pytest
@@ -58,6 +59,14 @@ def laws(draw):
   return Law(law.phi, law.mu, batch, law.group_size, window, bound)
 
 
+def _kept(law, policy):
+  """A law that a policy can keep."""
+  if not sched.policies.POLICIES[policy].deadlines:
+    return law
+  bound = law.fifo_max if law.max_staleness is None else law.max_staleness
+  return dataclasses.replace(law, window=None, max_staleness=bound)
+
+
 class Interleavings(RuleBasedStateMachine):
   """Anything that can happen happens, at any moment."""
 
@@ -70,6 +79,7 @@ class Interleavings(RuleBasedStateMachine):
     policy=st.sampled_from(sorted(sched.policies.POLICIES)),
   )
   def start(self, layout, law, bursts, streaming, endless, policy):
+    law = _kept(law, policy)
     self.world = World(
       layout,
       law,
@@ -256,14 +266,15 @@ def _adversary(world, rng):
 def _walk(seed):
   """A long run with an adversary; some starve the oldest executions."""
   rng = random.Random(seed)
-  law = _law(rng)
+  policy = rng.choice(sorted(sched.policies.POLICIES))
+  law = _kept(_law(rng), policy)
   world = World(
     rng.choice(LAYOUTS),
     law,
     rng.randint(1, 5) * law.mu,
     streaming=rng.random() < 0.5,
     endless=rng.choice([None, True, False]),
-    policy=rng.choice(sorted(sched.policies.POLICIES)),
+    policy=policy,
   )
   world.begin()
   starves = rng.random() < 0.3

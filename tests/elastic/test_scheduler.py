@@ -272,6 +272,11 @@ def test_news_of_an_earlier_life_changes_nothing():
 def test_an_unknown_policy_is_refused():
   with pytest.raises(ValueError, match="policy 'tide' is none of"):
     sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=1, policy="tide")
+  with pytest.raises(
+    ValueError, match="deadline with window 3 and max_staleness None"
+  ):
+    law = Law(0, 1, 1, 1, window=3)
+    sched.begin(_cells("core"), law, steps=1, policy="deadline")
   with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
     sched.begin(_cells("core"), Law(0, 1, 1, 1), steps=0)
 
