@@ -272,6 +272,14 @@ class RemoteEngine:
     """Returns when the engine is compiled."""
     await self._link.call("engine.ready")
 
+  async def fingerprint(self) -> dict[str, tuple[int, ...]]:
+    """Of the weights that it computes with; see rollout/fingerprint.py.
+
+    Raises:
+      ValueError: an emulated engine, or one that has no weights now.
+    """
+    return await self._link.call("engine.fingerprint")
+
   def stats(self) -> engine_lib.EngineStats:
     """See engine.Engine; as last heard."""
     return self._link.stats

@@ -32,7 +32,8 @@ _log = logging.getLogger("gyre.worker")
 
 # What a call may name.
 ENGINE = frozenset(
-  "generate abort pause resume load_weights sleep wake ready close".split()
+  "generate abort pause resume load_weights sleep wake ready close "
+  "fingerprint".split()
 )
 CELL = frozenset(
   "serve join work reset init apply weights save restore resize "
@@ -278,6 +279,8 @@ class Worker:
     if method == "generate":
       sink = self._streams.sink(call.id) if call.stream else None
       return await engine.generate(args[0], sink)
+    if not hasattr(engine, method):
+      raise ValueError(f"an engine of this kind has no {method}")
     return await getattr(engine, method)(*args)
 
   async def _sums(self) -> exchange.Shared | dict[str, Any]:

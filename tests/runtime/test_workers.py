@@ -97,6 +97,8 @@ def test_engines_and_cells_speak_their_protocols(tmp_path):
         await one.engine.generate(request(0))
       with pytest.raises(engine.StaleVersion, match="9 was asked"):
         await one.engine.generate(request(1, min_version=9))
+      with pytest.raises(ValueError, match="no fingerprint"):
+        await one.engine.fingerprint()
       await one.engine.load_weights(types.Snapshot(4, ""), 4)
       assert one.engine.stats().version == 4
       cut = asyncio.ensure_future(one.engine.generate(request(1000)))

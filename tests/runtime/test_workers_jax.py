@@ -71,9 +71,10 @@ def test_processes_add_up_train_and_serve_as_this_one_does(tmp_path):
     weights = {k: np.asarray(v) for k, v in weights.items()}
     await one.serve(await core.weights(), 1)
     got = await one.engine.generate(REQUEST)
+    used = await one.engine.fingerprint()
     for cell in (core, one):
       await cell.close()
-    return kept, metrics, weights, got
+    return kept, metrics, weights, got, used
 
   async def there():
     async with (
@@ -108,10 +109,14 @@ def test_processes_add_up_train_and_serve_as_this_one_does(tmp_path):
       got = await one.engine.generate(REQUEST, lambda *t: tokens.append(t))
       assert [t[0] for t in tokens] == got.ids.tolist()
       await core.save(tmp_path / "step", {"groups": [1]})
-      return kept, metrics, weights, got
+      # The core's own weights, served as well.
+      await core.serve(None, 1)
+      used = [await c.engine.fingerprint() for c in (core, one)]
+      assert used[0] == used[1]
+      return kept, metrics, weights, got, used[1]
 
-  want, metrics, weights, answer = toy.run(here())
-  got, metrics_2, weights_2, answer_2 = toy.run(there())
+  want, metrics, weights, answer, used = toy.run(here())
+  got, metrics_2, weights_2, answer_2, used_2 = toy.run(there())
   for a, b in zip(got, want, strict=True):
     assert_same_sums(a, b)
   assert metrics_2.keys() == metrics.keys()
@@ -120,6 +125,7 @@ def test_processes_add_up_train_and_serve_as_this_one_does(tmp_path):
   assert weights_2.keys() == weights.keys()
   for name, value in weights.items():
     assert relative(weights_2[name], value) <= 1e-5, name
+  assert used_2.keys() == used.keys()
   np.testing.assert_array_equal(answer_2.ids, answer.ids)
   np.testing.assert_allclose(answer_2.logprobs, answer.logprobs, atol=1e-4)
   assert reshard.read_meta(tmp_path / "step") == {"groups": [1]}
