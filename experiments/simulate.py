@@ -20,7 +20,6 @@ stderr. --picture FILE.html draws the roles of the cells over time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -86,33 +85,14 @@ def _calibrated(calibration: Calibration, steps: int):
   return run, bound
 
 
-def _with_policies(designs: Sequence[Design]) -> list[Design]:
-  """And gyre under every policy but the waterlevel."""
-  out = list(designs)
-  for design in designs:
-    if design.kind == "gyre":
-      out += [
-        dataclasses.replace(
-          design,
-          id=f"{design.id}/{name}",
-          name=f"{design.name}, policy {name}",
-          policy=name,
-          published=None,
-        )
-        for name in POLICIES
-        if name != design.policy
-      ]
-  return out
-
-
 def do_table_1(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
   """Table 1 and what it says."""
   steps = options.steps or tables.STEPS_1
-  designs = _with_policies(tables.TABLE_1)
+  designs = [*tables.TABLE_1, *tables.BEYOND]
   rows = simulate_rows(designs, seeds, *_calibrated(tables.CALIBRATION, steps))
   text = (
     f"## Table 1: {tables.NODES} nodes, {steps} steps, {len(seeds)} seeds\n\n"
-    f"{report.table_1(rows)}\n\n{UNIDENTIFIED}"
+    f"{report.table_1(rows)}\n\n{tables.BEYOND_NOTE}\n\n{UNIDENTIFIED}"
   )
   return text, rows, {}
 
@@ -194,6 +174,7 @@ def do_sweep(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
       raise UsageError(f"{tables.NODES} nodes are no {count} equal cells")
     try:
       law = Law(phi, int(mu), tables.BATCH, tables.GROUP_SIZE)
+      law = tables.guaranteed(law, options.max_staleness, options.policy)
     except ValueError as error:
       raise UsageError(f"--sweep: {error}") from None
     designs.append(
@@ -243,7 +224,9 @@ def _replayed(options, batch: int, group_size: int) -> list[Design]:
       phi = options.phi
     if options.mu is not None:
       mu = options.mu
-    law = Law(phi, mu, batch, group_size)
+    law = tables.guaranteed(
+      Law(phi, mu, batch, group_size), options.max_staleness, options.policy
+    )
     out.append(
       Design(
         id=kind,
@@ -352,7 +335,12 @@ def parser() -> argparse.ArgumentParser:
     "--policy",
     default="waterlevel",
     choices=sorted(POLICIES),
-    help="of --run and --sweep; table 1 has a row for each",
+    help="of --run and --sweep; table 1 has rows of each",
+  )
+  p.add_argument(
+    "--max-staleness",
+    type=int,
+    help="of --run and --sweep: guaranteed, by the policy's means (none)",
   )
   p.add_argument("--json", action="store_true", help="end with a JSON line")
   p.add_argument("--picture", metavar="FILE", help="HTML, roles over time")

@@ -194,6 +194,54 @@ TABLE_1 = (
 STEPS_1 = 12
 
 
+def guaranteed(law: Law, maximum: int | None, policy: str) -> Law:
+  """A law under which nothing staler than `maximum` is trained.
+
+  Args:
+    law: without a maximum.
+    maximum: of the staleness; None for none, which a policy that keeps
+      deadlines does not know: it gets FIFO's.
+    policy: by deadlines where it keeps them, else by a window.
+
+  Raises:
+    ValueError: even FIFO goes beyond the maximum.
+  """
+  if POLICIES[policy].deadlines:
+    most = law.fifo_max if maximum is None else maximum
+    return dataclasses.replace(law, max_staleness=most)
+  if maximum is None:
+    return law
+  return dataclasses.replace(law, window=law.window_for(maximum))
+
+
+def _e0(name: str, policy: str, maximum: int | None) -> Design:
+  return Design(
+    f"E0/{name}",
+    f"gyre, {name}",
+    "gyre",
+    guaranteed(_law(0.5, 3), maximum, policy),
+    (8, 4),
+    streaming=True,
+    policy=policy,
+  )
+
+
+#: Beyond the paper: gyre's E0 under other rules. Published E0 consumes in plain
+#: completion order, which guarantees no maximum staleness; a window does, and
+#: costs time. "deadline" guarantees FIFO's maximum, 3, without a window, and
+#: keeps dispatch full to the end as "steady" does.
+BEYOND = (
+  _e0("steady", "steady", None),
+  _e0("window-3", "waterlevel", 3),
+  _e0("window-4", "waterlevel", 4),
+  _e0("deadline-3", "deadline", 3),
+)
+BEYOND_NOTE = """\
+E0 consumes in plain completion order, which has no maximum staleness. Below it:
+steady keeps Q_b full to the last boundary; window-M guarantees the maximum M by
+the window; deadline-3 guarantees 3 by the groups' deadlines, and is steady."""
+
+
 def named_law(kind: str, mean_staleness: float) -> tuple[float, int]:
   """(φ, μ) of a named design at E[d] = φ + (μ−1)/2.
 

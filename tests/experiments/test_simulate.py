@@ -91,6 +91,17 @@ def test_sweep_takes_every_combination():
   ]
 
 
+def test_sweep_under_a_guaranteed_maximum():
+  args = ("--sweep", "cells=4", "--seeds", 1, "--max-staleness", 3)
+  by_window = run(*args)
+  by_deadline = run(*args, "--policy", "deadline")
+  assert by_window.returncode == 0, by_window.stderr
+  assert by_deadline.returncode == 0, by_deadline.stderr
+  (slow,), (fast,) = cells(by_window.stdout), cells(by_deadline.stdout)
+  assert slow["mean d"] == fast["mean d"] and int(fast["max d"]) <= 3
+  assert float(fast["hours"].split()[0]) < float(slow["hours"].split()[0])
+
+
 @pytest.fixture
 def recorded(tmp_path):
   with RolloutStore(tmp_path / "rollouts.sqlite") as store:
@@ -157,6 +168,7 @@ def test_replay_of_all_designs(recorded):
     (["--sweep", "mu=1.5"], "whole numbers"),
     (["--sweep", "phi=0.3"], "nearest phi is 0.3125"),
     (["--sweep", "cells=5"], "32 nodes are no 5 equal cells"),
+    (["--sweep", "mu=5", "--max-staleness", 4], "max_staleness 4 is below 5"),
     (["--run", "nowhere"], "cannot open nowhere"),
     (["--table", 1, "--first-seed", -1], "got -1"),
   ],

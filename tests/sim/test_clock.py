@@ -16,6 +16,7 @@ from gyre.elastic.cells import (
   global_switch,
 )
 from gyre.elastic.dispatch import Law
+from gyre.sim import tables
 from gyre.sim.clock import mean_and_spread, simulate
 from gyre.sim.fluids import Costs, SimulationError
 from gyre.sim.workload import LogNormal, Replay, Work
@@ -202,7 +203,8 @@ def test_decisions_do_not_depend_on_the_future(policy, share):
   # that is unfinished at `time` is known, and is dealt out anew among them.
   work = LogNormal(mean=100.0, sigma=0.5, correlation=0.4, group_size=4, seed=4)
   costs = Costs(update_work=300.0, publish=5.0)
-  layout, law = fine_switch(4, 1, 6), Law(0.5, 2, 4, 4)
+  layout = fine_switch(4, 1, 6)
+  law = tables.guaranteed(Law(0.5, 2, 4, 4), None, policy)
 
   def run(w):
     return simulate(layout, law, w, costs, steps=8, policy=policy, record=True)

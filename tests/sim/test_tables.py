@@ -103,6 +103,39 @@ def test_gyre_is_ahead_in_table_2_over_8_seeds(comparison):
   assert min(_speedups(comparison, 8)) > 1.1
 
 
+def _check_policies(seeds):
+  """What each rule costs E0, at one E[d]."""
+  of = {}
+  for design in (BY_ID["E0"], *tables.BEYOND):
+    runs = [
+      tables.run_design(design, CALIBRATION, seed, steps=12) for seed in seeds
+    ]
+    of[design.id] = sum(run.hours for run in runs) / len(runs)
+    for run, seed in zip(runs, seeds, strict=True):
+      # Cold start of 4 bursts: 1.5 - 0.5/4.
+      assert run.mean_staleness == pytest.approx(1.375)
+      assert run.dropped == 0
+      bound = tables.bound_of(design, CALIBRATION, seed, steps=12)
+      assert run.seconds > bound
+      if design.law.maximum() is not None:
+        assert run.max_staleness <= design.law.maximum()
+  # The maximum that a window guarantees at a price costs nothing by deadlines.
+  assert of["E0/deadline-3"] < 0.8 * of["E0/window-3"]
+  assert of["E0/deadline-3"] < 0.92 * of["E0/window-4"]
+  assert of["E0/deadline-3"] == pytest.approx(of["E0/steady"], rel=0.01)
+  # What keeping dispatch full to the end gains over the published rule.
+  assert of["E0/steady"] < 0.98 * of["E0"]
+
+
+def test_policies_beside_the_published_rule():
+  _check_policies(range(2))
+
+
+@pytest.mark.slow
+def test_policies_beside_the_published_rule_over_8_seeds():
+  _check_policies(range(8))
+
+
 VARIANTS = {variant.id: variant for variant in tables.VARIANTS}
 
 
