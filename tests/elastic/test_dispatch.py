@@ -5,7 +5,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gyre.elastic import cells
@@ -149,6 +149,54 @@ def test_steady_state_in_any_order():
   (a, n), (b, m) = sums[10], sums[30]
   steady = (b - a) / (m - n)
   assert steady == pytest.approx(law.mean(), abs=1e-12)
+
+
+def _all_in_time(due, update, room, batch):
+  """Earliest deadline first: whether each finds a place by its deadline."""
+  for deadline in sorted(due):
+    while not room:
+      update, room = update + 1, batch
+    if update > deadline:
+      return False
+    room -= 1
+  return True
+
+
+@given(
+  versions=st.lists(st.integers(0, 4), min_size=1, max_size=14),
+  whole=st.integers(0, 2**14 - 1),
+  batch=st.integers(1, 4),
+  bound=st.integers(0, 4),
+  late=st.integers(1, 3),
+  used=st.integers(0, 3),
+  most=st.integers(1, 14),
+)
+def test_in_time_is_earliest_deadline_first(
+  versions, whole, batch, bound, late, used, most
+):
+  """A group is taken iff all others can then still be trained in time."""
+  versions = sorted(versions)
+  update, room = versions[-1] + late, max(1, batch - used)
+  due = {n: v + bound + 1 for n, v in enumerate(versions)}
+  assume(_all_in_time(due.values(), update, room, batch))
+  law = Law(0, 1, batch, 1, max_staleness=bound)
+  queue = Queue()
+  for number, version in enumerate(versions):
+    queue = queue.admit(Group(number, version, 1))
+  for number in due:
+    if whole >> number & 1:
+      queue = queue.ended(number, True)
+  expected, u, left = [], update, room
+  for number in queue.whole:
+    if len(expected) == most:
+      break
+    if not left:
+      u, left = u + 1, batch
+    rest = [d for n, d in due.items() if n not in {*expected, number}]
+    if u <= due[number] and _all_in_time(rest, u, left - 1, batch):
+      expected.append(number)
+      left -= 1
+  assert queue.in_time(law, update, room, most) == tuple(expected)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.9, 0.99])
