@@ -183,6 +183,9 @@ class Conductor:
         event = await self._next_event()
         self.state, actions = sched.decide(self.state, event)
         self._observer.decided(self.state, event, actions)
+        if isinstance(event, sched.Finished):
+          # Not before it is known there: what ended may still be placed.
+          self._running.pop(event.execution, None)
         for action in actions:
           self._perform(action)
       await self._last()
@@ -292,7 +295,8 @@ class Conductor:
     """An execution starts, or goes on, on a cell."""
     name = self._work.name(execution)
     if execution in self._running:
-      self._router.place(name, cell)
+      if not self._running[execution].done():
+        self._router.place(name, cell)
       return
     version = self.state.queue.groups[execution[0]].version
     self._router.place(name, cell, version=version)
@@ -303,13 +307,11 @@ class Conductor:
       scored = await self._work.run(execution)
     finally:
       self._router.forget(self._work.name(execution))
-      del self._running[execution]
     self._tell(sched.Finished(self._clock(), execution, scored))
 
   def _drop(self, group: int, reason: str) -> None:
-    for execution, task in self._running.items():
-      if execution[0] == group:
-        task.cancel()
+    for execution in [e for e in self._running if e[0] == group]:
+      self._running.pop(execution).cancel()
     self._work.drop(group, reason)
 
   async def _apply(self, number: int) -> None:

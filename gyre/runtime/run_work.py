@@ -295,6 +295,7 @@ class RunWork:
     """See conductor.Work: evaluates, and writes the step's line."""
     step = self.position.step
     self._store.put_event("publish", {"version": version}, step=step)
+    self._watch.published(version)
     self.position.published = version
     if version < step or not self._unwritten:
       return  # resumed in the middle of a burst: that was done before

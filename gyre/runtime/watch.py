@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gyre.elastic import scheduler as sched
+from gyre.runtime import event_log
 from gyre.runtime.record import Record
 from gyre.store.rollouts import RolloutStore
-
-EVENT = "elastic"
 
 
 def engine_of(cell: str) -> str:
@@ -80,8 +78,8 @@ class Watch:
   ) -> None:
     """See conductor.Observer."""
     self._store.put_event(
-      EVENT,
-      {"event": _described(event), "actions": [_described(a) for a in actions]},
+      event_log.EVENT,
+      event_log.record(event, actions),
       step=state.trainer.version,
       t=event.time,
     )
@@ -89,12 +87,6 @@ class Watch:
     self._busy["rollout"].set(
       sum(bool(state.work.load.get(c)) for c in serving)
     )
-    for action in actions:
-      if isinstance(action, sched.Publish):
-        for cell in serving:
-          self._record.timeline.instant(
-            engine_of(cell), "publish", version=action.version
-          )
     done, total = _progress(state)
     self._record.progress.phase("rollout", done, total)
 
@@ -129,6 +121,12 @@ class Watch:
     finally:
       if trains:
         self._busy["train"].add(-1)
+
+  def published(self, version: int) -> None:
+    """Engines serve a version; those that do not now will, when they do."""
+    serving = [c for c, (role, _) in self._roles.items() if role == "rollout"]
+    for cell in serving or self._roles:
+      self._record.timeline.instant(engine_of(cell), "publish", version=version)
 
   @contextlib.contextmanager
   def evaluating(self, step: int) -> Iterator[None]:
@@ -181,8 +179,3 @@ def _progress(state: sched.State) -> tuple[int, int]:
   size = state.law.group_size
   total = len(state.queue) * size
   return total - state.work.unfinished, total
-
-
-def _described(message: Any) -> dict[str, Any]:
-  """{"Start": {"execution": [3, 1], "cell": "cell 0"}}, as JSON."""
-  return {type(message).__name__: dataclasses.asdict(message)}

@@ -122,7 +122,7 @@ def check_same(directory, whole):
     e["name"] for e in json.loads((directory / "timeline.json").read_text())
   ]
   assert names.count("publish") == STEPS + 1
-  assert names.count("train") == STEPS
+  assert names.count("update") == STEPS
 
 
 def check_consumed(directory):
