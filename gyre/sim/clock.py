@@ -116,21 +116,22 @@ class _Clock:
       [] if record else None
     )
     for cell in layout.cells:
-      self._set_role(
-        cell.name, "train" if cell.kind == "trainer" else "rollout"
-      )
+      self.role[cell.name] = "train" if cell.kind == "trainer" else "rollout"
+      self.since[cell.name] = 0.0
+    for name in self.cells:
+      self._set_role(name, self.role[name])
 
   def _set_role(self, name: str, role: str) -> None:
-    cell, old = self.cells[name], self.role.get(name)
-    if old is not None and self.now > self.since[name]:
+    old = self.role[name]
+    if self.now > self.since[name]:
       self.spans.append(Span(name, old, self.since[name], self.now))
-    for r, sign in ((old, -1), (role, 1)):
-      if r == "rollout":
-        self.pool.nodes += sign * cell.nodes
-        self.pool.slots += sign * cell.slots
-      elif r == "train":
-        self.trainer.nodes += sign * cell.nodes
     self.role[name], self.since[name] = role, self.now
+    serving = [c for n, c in self.cells.items() if self.role[n] == "rollout"]
+    self.pool.nodes = sum(cell.nodes for cell in serving)
+    self.pool.slots = sum(cell.slots for cell in serving)
+    self.trainer.nodes = sum(
+      c.nodes for n, c in self.cells.items() if self.role[n] == "train"
+    )
 
   def advance(self, t: float) -> None:
     dt = t - self.now
