@@ -29,7 +29,14 @@ from gyre.elastic.state import State, Trainer
 
 
 def _begin(state: State, event: Begin) -> moves.Step:
-  return state.but(phase="running"), ()
+  """A stored run may have ended before it dropped a lost group."""
+  state, asked = state.but(phase="running"), ()
+  for number in state.queue.whole:
+    group = state.queue.groups[number]
+    if not group.scored:
+      state, actions = drop(state, group, "lost")
+      asked += actions
+  return state, asked
 
 
 def _finished(state: State, event: Finished) -> moves.Step:

@@ -45,12 +45,19 @@ def noted(state: State, event: ResizeAsked) -> moves.Step:
 
 
 def due(state: State) -> bool:
-  """Whether the core trains on other devices than it should."""
-  core = state.plan.layout.core.name
-  fleet = state.fleet
-  if state.wanted is None or fleet.core != core or not fleet.core_trains:
+  """Whether the core trains, should on other devices, and nothing but the
+  end of an update, or of a transfer, is in the way."""
+  lent = state.fleet.lent
+  if not state.fleet.core_trains or not _differs(state):
     return False
-  return len(fleet.posts[core].cell.devices) != state.wanted
+  return lent is None or not state.work.load.get(lent, 0)
+
+
+def _differs(state: State) -> bool:
+  core = state.plan.layout.core.name
+  if state.wanted is None or state.fleet.core != core:
+    return False
+  return len(state.fleet.posts[core].cell.devices) != state.wanted
 
 
 def done(state: State, event: Resized) -> moves.Step:
@@ -131,10 +138,8 @@ def clear_lent(state: State) -> moves.Step:
   name = state.fleet.lent
   if name is None or state.over:
     return state, ()
-  post = state.fleet.posts[name]
-  kept = state.fleet.posts[state.plan.layout.core.name].cell.devices
-  closing = state.wanted != len(kept)
-  if post.closing != closing:
+  closing = _differs(state)
+  if state.fleet.posts[name].closing != closing:
     state = state.but(fleet=state.fleet.put(name, closing=closing))
   return moves.vacate(state, name) if closing else (state, ())
 
@@ -144,10 +149,7 @@ def resize(state: State) -> moves.Step:
   trainer = state.trainer
   if state.transfer or trainer.claims or state.over or not due(state):
     return state, ()
-  lent = state.fleet.lent
-  if lent is not None and state.work.load.get(lent, 0):
-    return state, ()
-  core = state.plan.layout.core
+  lent, core = state.fleet.lent, state.plan.layout.core
   ticket = state.counts.tickets + 1
   action = Resize(core.name, core.devices[: state.wanted], ticket)
   fleet = state.fleet

@@ -181,13 +181,12 @@ def _resumed(state: State, resume: Resumed) -> State:
     raise ValueError(f"groups {twice} are both in commits and unconsumed")
   boundary = state.but(trainer=Trainer(version=resume.version)).boundary
   published = boundary if resume.published is None else resume.published
-  if not 0 <= boundary - published <= law.mu or published % law.mu:
-    at_end = published == boundary == state.plan.steps
-    if not at_end:
-      raise ValueError(
-        f"published version {published} at version {resume.version} ends no "
-        f"burst of {law.mu} updates, or one too long ago"
-      )
+  at_end = published % law.mu == 0 and 0 <= boundary - published <= law.mu
+  if published != resume.version and not at_end:
+    raise ValueError(
+      f"published version {published} at version {resume.version} ends no "
+      f"burst of {law.mu} updates, or one too long ago"
+    )
   queue = dispatch.Queue()
   for number, version in sorted(resume.groups):
     queue = queue.admit(Group(number, version, law.group_size))

@@ -73,8 +73,8 @@ class Resumed:
     finished: (execution, scored) of those groups' ended executions.
     consumed: numbers in commits, in any order. They must be B an update.
     dropped: numbers of dropped groups, whose numbers are not used again.
-    published: the version that the engines serve at the beginning; None for
-      the end of the last burst at or before `version`.
+    published: the version that the engines serve at the beginning: `version`,
+      or the end of the last burst or of the one before; None for the last's.
   """
 
   version: int

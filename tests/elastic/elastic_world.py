@@ -85,8 +85,16 @@ class World:
         cell, "trainer" if trains else "engine", None if trains else version
       )
 
-  def resume(self) -> tuple:
-    """Every process ends; a new run goes on from what is stored."""
+  def resume(self, lost: int | None = None) -> tuple:
+    """Every process ends; a new run goes on from what is stored.
+
+    The executions of the unconsumed group `lost` had all just failed.
+    """
+    if lost is not None:
+      for index in range(self.law.group_size):
+        self.ended[lost][index] = False
+        self.waiting.discard((lost, index))
+        self.where.pop((lost, index), None)
     queued = [
       (group, version)
       for group, version in self.admitted.items()

@@ -305,6 +305,28 @@ def test_a_cut_run_loses_and_repeats_nothing(name):
     assert len({e.execution for e in ends}) == len(ends) == 48
 
 
+def test_a_group_lost_at_the_cut_is_dropped_at_the_beginning():
+  world = World(LAYOUTS["fine"], Law(0.5, 2, 4, 2), 4)
+  world.begin()
+  actions = world.resume(lost=3)
+  assert actions[0] == sched.Drop(3, "lost")
+  assert sched.Admit(10, 0) in actions
+  world.run(random.Random(0))
+  assert 3 not in world.committed
+
+
+def test_more_steps_go_on_from_a_published_end():
+  """The end of a run ends a burst that may be short."""
+  law = Law(0.5, 3, 2, 1, window=1)
+  world = World(LAYOUTS["fine"], law, 4).run(random.Random(0))
+  assert world.published == 4
+  world.steps = 9
+  world.resume()
+  world.run(random.Random(0))
+  assert len(world.committed) == 18
+  assert max(world.staleness) <= law.maximum()
+
+
 @pytest.mark.parametrize(
   "changes,words",
   [
