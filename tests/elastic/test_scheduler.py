@@ -5,7 +5,7 @@ import random
 import pytest
 from elastic_world import World
 
-from gyre.elastic import cells
+from gyre.elastic import cells, policies
 from gyre.elastic import scheduler as sched
 from gyre.elastic.cells import Cell, Layout
 from gyre.elastic.dispatch import Law
@@ -358,6 +358,22 @@ def test_the_steady_policy_keeps_the_law_to_the_end():
     assert surplus == (law.extra if policy == "steady" else 0)
   assert d["waterlevel"] == pytest.approx(law.cold_start_mean(20))
   assert d["steady"] == pytest.approx(law.cold_start_mean(20), abs=0.05)
+
+
+def test_a_policy_orders_the_starts():
+  """Newest group first, wherever a slot becomes free; the rest holds."""
+
+  def newest(state):
+    return tuple(sorted(state.work.waiting, key=lambda e: (-e[0], e[1])))
+
+  policy = policies.Policy("newest", leaves=policies.fits, order=newest)
+  world = World(_cells("core"), Law(0, 1, 4, 2), 3, policy=policy)
+  world.begin()
+  starts = [a.execution for a in _of(world, sched.Start)]
+  assert starts == [(3, 0), (3, 1), (2, 0), (2, 1)]
+  assert world.finish((2, 0)) == (sched.Start((1, 0), "core"),)
+  world.run(random.Random(0))
+  assert sorted(world.committed) == list(range(12))
 
 
 def _resizable(kind):
