@@ -20,6 +20,7 @@ stderr. --picture FILE.html draws the roles of the cells over time.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -90,11 +91,20 @@ def do_table_1(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
   steps = options.steps or tables.STEPS_1
   designs = [*tables.TABLE_1, *tables.BEYOND]
   rows = simulate_rows(designs, seeds, *_calibrated(tables.CALIBRATION, steps))
+  # What a policy can gain at all: without the beginning and the end.
+  long = tables.LONG * steps
+  e0 = next(design for design in designs if design.id == "E0")
+  (lasting,) = simulate_rows(
+    [dataclasses.replace(e0, id=f"E0 over {long} steps")],
+    seeds,
+    *_calibrated(tables.CALIBRATION, long),
+  )
   text = (
     f"## Table 1: {tables.NODES} nodes, {steps} steps, {len(seeds)} seeds\n\n"
-    f"{report.table_1(rows)}\n\n{tables.BEYOND_NOTE}\n\n{UNIDENTIFIED}"
+    f"{report.table_1(rows)}\n\n{tables.BEYOND_NOTE}\n\n"
+    f"{report.room(lasting, long)}\n\n{UNIDENTIFIED}"
   )
-  return text, rows, {}
+  return text, rows, {"long_run": {"steps": long, **lasting.as_json()}}
 
 
 def do_table_2(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:

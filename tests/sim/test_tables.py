@@ -136,6 +136,14 @@ def test_policies_beside_the_published_rule_over_8_seeds():
   _check_policies(range(8))
 
 
+def test_no_policy_can_gain_8_percent_in_a_long_run():
+  # By the bound, which no schedule passes (test_bound.py).
+  design, seed = BY_ID["E0"], 0
+  run = tables.run_design(design, CALIBRATION, seed, steps=48)
+  bound = tables.bound_of(design, CALIBRATION, seed, steps=48)
+  assert 0.92 * run.seconds < bound < run.seconds
+
+
 VARIANTS = {variant.id: variant for variant in tables.VARIANTS}
 
 
