@@ -238,12 +238,15 @@ def reshard(options: Options) -> tuple[Case, ...]:
     Metric("save_gb_s", "Orbax save, GB/s"),
     Metric("restore_gb_s", "Orbax restore onto the other mesh, GB/s"),
     Metric("verified_restore_gb_s", "the same, hashes already verified, GB/s"),
+    Metric("through_gb_s", "saved, verified, freed, restored, GB/s"),
     Metric("device_put_gb_s", "device_put onto the other mesh, GB/s"),
     Metric("copy_gb_s", "plain memory copy, GB/s"),
   )
   settings = {"model": options.model, "repeat": 1 if options.quick else 3}
-  return (
-    Case("fsdp 8 → fsdp 4 × tensor 2", (Variant("", "", settings),), metrics),
+  cases = {"fsdp 8 → fsdp 4 × tensor 2": False, "8 → 4 devices": True}
+  return tuple(
+    Case(name, (Variant("", "", settings | {"half": half}),), metrics)
+    for name, half in cases.items()
   )
 
 

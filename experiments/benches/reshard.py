@@ -1,8 +1,9 @@
 """A train state from one mesh onto another: Orbax on tmpfs, device_put.
 
 Weights and two moments of the model, f32, lie over eight devices as fsdp 8
-and move to fsdp 4 × tensor 2; on a CPU the devices are the host's. Beside
-them, a plain copy of as many bytes.
+and move to fsdp 4 × tensor 2, or to fsdp 4 on the first four, as a resized
+core does; on a CPU the devices are the host's. Beside them, a plain copy of
+as many bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import statistics
 import tempfile
+import time
 
 from benches import ours
 from peers import common
@@ -18,11 +21,14 @@ from peers import common
 DEVICES = 8
 
 
-def measure(model: str, repeat: int = 3, tmpfs: str = "/dev/shm") -> None:
+def measure(
+  model: str, half: bool = False, repeat: int = 3, tmpfs: str = "/dev/shm"
+) -> None:
   """Prints the JSON line of a reshard.
 
   Args:
     model: Hugging Face directory.
+    half: onto half of the devices.
     repeat: timed calls of each; the median is reported.
     tmpfs: where checkpoints are written.
   """
@@ -39,7 +45,8 @@ def measure(model: str, repeat: int = 3, tmpfs: str = "/dev/shm") -> None:
   from gyre.runtime import reshard
 
   n = min(DEVICES, jax.device_count())
-  shapes = {"from": (n, 1), "to": (max(1, n // 2), min(2, n))}
+  fewer = max(1, n // 2)
+  shapes = {"from": (n, 1), "to": (fewer, 1 if half else min(2, n))}
   meshes = {k: _mesh(s) for k, s in shapes.items()}
   cfg, params = load.load_hf_dir(model, mesh=meshes["from"])
   state = {
@@ -50,6 +57,7 @@ def measure(model: str, repeat: int = 3, tmpfs: str = "/dev/shm") -> None:
   specs = params_lib.param_specs(cfg)
   shardings = params_lib.param_shardings(specs, meshes["to"])
   targets = dict.fromkeys(state, shardings)
+  here = jax.tree.map(lambda x: x.sharding, state)
   abstract = dict.fromkeys(state, params_lib.abstract_params(specs, shardings))
   size = sum(x.nbytes for x in jax.tree.leaves(state))
   host = [np.asarray(x) for x in jax.tree.leaves(state)]
@@ -68,7 +76,13 @@ def measure(model: str, repeat: int = 3, tmpfs: str = "/dev/shm") -> None:
       )
 
     def put(i):
-      jax.block_until_ready(jax.device_put(state, targets))
+      reshard.put(state, targets)
+
+    def through(i):
+      kept = reshard.put(state, here)
+      began = time.perf_counter()
+      reshard.through(pathlib.Path(root) / "through", kept, abstract)
+      moved.append(time.perf_counter() - began)
 
     def copy(i):
       for source, target in zip(host, spare, strict=True):
@@ -82,6 +96,11 @@ def measure(model: str, repeat: int = 3, tmpfs: str = "/dev/shm") -> None:
       "copy": copy,
     }
     secs = {k: common.timed(f, repeat)[0] for k, f in work.items()}
+    shutil.rmtree(directory)
+    moved: list[float] = []
+    for i in range(repeat + 1):
+      through(i)
+    secs["through"] = statistics.median(moved[1:])
   results = {f"{k}_gb_s": size / s / 1e9 for k, s in secs.items()}
   results |= {f"{k}_s": s for k, s in secs.items()}
   results |= {"bytes": size, "meshes": shapes, "devices": n}
