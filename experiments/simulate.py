@@ -426,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif options.table == 2:
       what, do = "Table 2", do_table_2
     elif options.run:
-      what, do = f"Replay of {options.run}", do_run
+      what, do = f"Replay of {pathlib.Path(options.run).name}", do_run
     elif options.matters:
       what, do = "What matters", do_matters
     else:

@@ -33,10 +33,15 @@ svg text { font: 11px system-ui, sans-serif; fill: #444; }
 """
 
 
-def _tick(hours: float) -> float:
+def _unit(longest: float) -> tuple[str, float]:
+  """What times are shown in, and how many seconds that is."""
+  return ("h", 3600.0) if longest >= 3600 else ("s", 1.0)
+
+
+def _tick(longest: float) -> float:
   """A round step that makes about ten ticks."""
-  step = 10 ** math.floor(math.log10(hours / 10))
-  return next(step * k for k in (1, 2, 5, 10) if step * k >= hours / 10)
+  step = 10 ** math.floor(math.log10(longest / 10))
+  return next(step * k for k in (1, 2, 5, 10) if step * k >= longest / 10)
 
 
 def _lanes(run: Result, longest: float) -> str:
@@ -45,6 +50,7 @@ def _lanes(run: Result, longest: float) -> str:
   cells.sort(key=_natural)
   height = len(cells) * (_LANE + _GAP)
   scale = _WIDTH / longest
+  unit, seconds = _unit(longest)
   out = [
     f'<svg viewBox="0 0 {_LEFT + _WIDTH + 20} {height + 24}" '
     f'width="{_LEFT + _WIDTH + 20}" role="img">'
@@ -66,16 +72,16 @@ def _lanes(run: Result, longest: float) -> str:
     x = _LEFT + t * scale
     out.append(
       f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{height}" stroke="#222" '
-      f'stroke-width="0.8"><title>update {update}: {t / 3600:.4g} h</title>'
-      "</line>"
+      'stroke-width="0.8">'
+      f"<title>update {update}: {t / seconds:.4g} {unit}</title></line>"
     )
-  step = _tick(longest / 3600)
-  for k in range(math.floor(longest / 3600 / step + 1e-9) + 1):
-    x = _LEFT + k * step * 3600 * scale
+  step = _tick(longest / seconds)
+  for k in range(math.floor(longest / seconds / step + 1e-9) + 1):
+    x = _LEFT + k * step * seconds * scale
     out.append(
       f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{height}" y2="{height + 4}" '
       f'stroke="#888"/><text x="{x:.1f}" y="{height + 17}" '
-      f'text-anchor="middle">{k * step:g} h</text>'
+      f'text-anchor="middle">{k * step:g} {unit}</text>'
     )
   return "".join([*out, "</svg>"])
 

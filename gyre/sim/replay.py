@@ -31,7 +31,7 @@ class Recorded:
     groups: works of each whole group, in order of dispatch.
     group_size: N.
     batch: B, groups an update; 0 where the configuration does not tell.
-    slots: executions that its engine held at once; 0 where unknown.
+    slots: executions that an engine of it held at once; 0 where unknown.
     update_s: median seconds of an update's training; 0 where not recorded.
     skipped: groups that lack executions.
     mean_s, longest_s: of the durations.
@@ -88,7 +88,7 @@ def read(directory: pathlib.Path) -> Recorded:
     rows = _rows(directory / "metrics.jsonl")
     rollout = config["rollout"]
     size, batch = rollout["group_size"], rollout["groups_per_step"]
-    slots = rollout["max_slots"]
+    slots = config.get("elastic", {}).get("slots") or rollout["max_slots"]
   except FileNotFoundError:
     rows, batch, slots = [], 0, 0
     size = max((len(g) for g in members.values()), default=0)

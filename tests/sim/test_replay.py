@@ -98,6 +98,16 @@ def test_without_a_configuration_the_groups_tell_their_size(tmp_path):
   assert len(got.groups) == 1 and got.skipped == 1
 
 
+def test_the_slots_of_a_cell_are_those_of_an_elastic_run(tmp_path):
+  _record(tmp_path, [[2.0, 3.0]])
+  path = tmp_path / "config.json"
+  head = json.loads(path.read_text())
+  for slots, want in ((0, 3), (7, 7)):
+    head["config"]["elastic"] = {"cells": 2, "slots": slots}
+    path.write_text(json.dumps(head))
+    assert replay.read(tmp_path).slots == want
+
+
 def test_what_is_no_run_is_refused(tmp_path):
   with pytest.raises(StoreError, match=r"rollouts\.sqlite"):
     replay.read(tmp_path)
@@ -122,6 +132,9 @@ def test_the_picture_shows_every_role_and_update(tmp_path):
   assert "a &lt; b" in page and "one &amp; two" in page
   assert page.count("<rect") == len(run.spans)
   assert page.count("<title>update") == 3
+  assert f"update 3: {run.seconds:.4g} s" in page and "20 s</text>" in page
+  hour = dataclasses.replace(run, seconds=7200.0)
+  assert "1 h</text>" in picture.render("", [("", hour)])
   assert "http" not in page and "src=" not in page
   alone = dataclasses.replace(run, seconds=2 * run.seconds)
   wide = picture.render("", [("", run), ("", alone)])
