@@ -200,6 +200,11 @@ class JaxEngine:
     await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
   @property
+  def programs(self) -> programs_lib.Programs:
+    """Its compiled steps, for another engine of this device to share."""
+    return self._programs
+
+  @property
   def device(self) -> Any:
     """Where weights, pages and programs live."""
     return self._device

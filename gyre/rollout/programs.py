@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,6 +227,7 @@ class Programs:
     self._decode_window: dict[tuple[int, int], Any] = {}
     self._prefill: dict[tuple[int, int], Any] = {}
     self._copy: Any = None
+    self._compiling = threading.Lock()
     self._place = jax.jit(self._converted)
 
   @property
@@ -245,9 +247,12 @@ class Programs:
     return self._place(jax.device_put(params, self.device))
 
   def compile(self) -> None:
-    """Compiles every program; nothing compiles afterwards."""
-    if self._copy is not None:
-      return
+    """Compiles every program, once; nothing compiles afterwards."""
+    with self._compiling:
+      if self._copy is None:
+        self._compile()
+
+  def _compile(self) -> None:
     sharding = jax.sharding.SingleDeviceSharding(self.device)
 
     def abstract(x):
