@@ -132,13 +132,18 @@ class CellWorker:
       weights = await self._do(self._read, weights, version)
       await self.start_engine(weights, version).ready()
     else:
-      if not _for_engines(weights):
-        weights = await self._do(self._read, weights, version)
+      weights = await self.engine_weights(weights, version)
       await self.engine.wake()
       await publish.publish(self.engine, weights, version)
     self.role = "rollout"
     # Weights of the host cost the devices nothing.
     self._served = None if _on_devices(given[0]) else given
+
+  async def engine_weights(self, weights: Any, version: int) -> Any:
+    """Weights as the engine loads them: those of a checkpoint are read."""
+    if _for_engines(weights):
+      return weights
+    return await self._do(self._read, weights, version)
 
   def _free_training(self) -> None:
     """Frees every array of training; in the thread."""
@@ -291,7 +296,8 @@ class CellWorker:
 class CoreWorker(CellWorker):
   """The cell that holds the only optimizer state; see cell.Core.
 
-  While it serves, the state lies in host memory.
+  While it serves, the state lies in host memory. Without a state it is a
+  satellite, which joins with weights; `restore` makes it the core.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -303,7 +309,12 @@ class CoreWorker(CellWorker):
   # The state.
 
   def _weights(self) -> Any:
-    return self.trainer.state.params
+    state = self.trainer.state
+    return self._params if state is None else state.params
+
+  @property
+  def _is_core(self) -> bool:
+    return self._on_host is not None or self.trainer.state is not None
 
   async def init(self, params: Any, seed: int, version: int = 0) -> None:
     """See cell.Core."""
@@ -311,10 +322,16 @@ class CoreWorker(CellWorker):
     self._on_host = None
 
   async def restore(self, directory: os.PathLike) -> Mapping[str, Any]:
-    """See cell.Core."""
-    meta = await self._do(self.trainer.restore, directory)
+    """See cell.Core; an engine that serves gives its memory up first."""
+    if self.role == "rollout":
+      await self.engine.sleep()
+      self.role = "idle"
+    return await self._do(self._restore, directory)
+
+  def _restore(self, directory: os.PathLike) -> Mapping[str, Any]:
+    super()._free_training()
     self._on_host = None
-    return meta
+    return self.trainer.restore(directory)
 
   async def save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
     """See cell.Core."""
@@ -380,12 +397,18 @@ class CoreWorker(CellWorker):
       )
 
   def _check_join(self, weights: Any, version: int) -> None:
-    if weights is not None:
+    if weights is None:
+      self._check_version(version)
+    elif self._is_core:
       raise CellError(f"{self.name} is the core: it joins with weights None")
-    self._check_version(version)
+    else:
+      super()._check_join(weights, version)
 
   def _place(self, weights: Any, version: int) -> None:
-    self._to_devices()
+    if weights is None:
+      self._to_devices()
+    else:
+      super()._place(weights, version)
 
   # The update.
 
