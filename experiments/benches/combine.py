@@ -49,12 +49,13 @@ def _zeros(model: str) -> dict[str, np.ndarray]:
 async def _measure(model, cells, repeat, root) -> dict:
   from gyre.rollout import emulated
   from gyre.runtime import exchange, remote, workers
+  from gyre.runtime.specs import emulated_spec
 
   sums = _zeros(model)
   size = sum(x.nbytes for x in sums.values())
   names = [f"cell {i}" for i in range(cells)]
   profile = emulated.Profile()
-  specs = [workers.emulated_spec(n, profile) for n in names]
+  specs = [emulated_spec(n, profile) for n in names]
   secs: dict[str, list[float]] = {}
 
   @contextlib.contextmanager

@@ -20,12 +20,10 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gyre.config import Config, Mesh
 from gyre.envs.spawn import spawn, to_its_end
-from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineError
 from gyre.runtime import exchange, frames
 from gyre.runtime.cell import CellError
@@ -36,16 +34,9 @@ from gyre.runtime.remote import (
   WorkerDown,
   WorkerError,
 )
+from gyre.runtime.specs import Spec
 
-__all__ = (
-  "Spec",
-  "Supervision",
-  "WorkerDown",
-  "WorkerError",
-  "Workers",
-  "emulated_spec",
-  "jax_spec",
-)
+__all__ = ("Supervision", "WorkerDown", "WorkerError", "Workers")
 
 _log = logging.getLogger(__name__)
 _REAP_S = 10.0
@@ -53,87 +44,6 @@ _PREFIX = "gyre-exchange-"
 
 # Called with (cell, why) in the event loop.
 Watch = Callable[[str, str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-  """One cell's process.
-
-  Attributes:
-    name: of the cell.
-    kind: "emulated" or "jax"; see worker.BUILDERS.
-    options: JSON for the builder; "core" makes it the core.
-    env: variables beside this process's, such as JAX_PLATFORMS, XLA_FLAGS
-      and CUDA_VISIBLE_DEVICES.
-  """
-
-  name: str
-  kind: str
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def emulated_spec(
-  name: str,
-  profile: Profile,
-  *,
-  core: bool = False,
-  devices: int = 1,
-  executions: int = 128,
-) -> Spec:
-  """The process of an emulated cell; see emulated_cell.EmulatedCell."""
-  options = {
-    "core": core,
-    "profile": dataclasses.asdict(profile),
-    "devices": devices,
-    "executions": executions,
-  }
-  return Spec(name, "emulated", options)
-
-
-def jax_spec(
-  name: str,
-  config: Config,
-  model: Mapping[str, Any],
-  *,
-  core: bool = False,
-  mesh: Mesh | None = None,
-  devices: Sequence[int] | None = None,
-  platform: str = "cpu",
-  compilation_cache: str = "",
-) -> Spec:
-  """The process of a cell with the trainer and the embedded engine.
-
-  Args:
-    name: of the cell.
-    config: the run's.
-    model: its Hugging Face config (ModelConfig.to_hf()).
-    core: it is the core.
-    mesh: sizes of its mesh; None: config.mesh.
-    devices: accelerators that the process sees, and no other does; on a CPU
-      it has as many host devices as given, or as the mesh needs.
-    platform: of JAX in the process.
-    compilation_cache: directory of compiled programs, kept over its lives.
-  """
-  sizes = mesh or config.mesh
-  options = {
-    "core": core,
-    "config": config.to_dict(),
-    "model": dict(model),
-    "mesh": dataclasses.asdict(sizes),
-  }
-  if compilation_cache:
-    options["compilation_cache"] = compilation_cache
-  env = {"JAX_PLATFORMS": platform}
-  if platform == "cpu":
-    count = len(devices or ()) or sizes.data * sizes.fsdp * sizes.tensor
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
-  else:
-    if devices is not None:
-      env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    # The default pool gives nothing back to the engine, nor it to this one.
-    env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-  return Spec(name, "jax", options, env)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,24 +129,23 @@ class _Process:
       return f"{self.spec.name} cannot be started: {error.strerror}"
     finally:
       theirs.close()
-    self.pid = self._process.pid
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
-    tasks = {
-      asyncio.ensure_future(self._receive(reader, writer)),
-      asyncio.ensure_future(self._process.wait()),
-    }
-    tasks.add(asyncio.ensure_future(self._begin()))
-    why = ""
+    self.pid, why = self._process.pid, ""
+    tasks: list[asyncio.Task] = []
+    writer: asyncio.StreamWriter | None = None
     try:
+      reader, writer = await asyncio.open_unix_connection(sock=ours)
+      work = (self._receive(reader, writer), self._process.wait())
+      tasks = [asyncio.ensure_future(x) for x in (*work, self._begin())]
       why = await self._until_one_fails(tasks)
     finally:
       for task in tasks:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
+      # Nobody hears of its death before it is dead, and its devices free.
       await self._kill()
       why = f"{self.spec.name}: {why or self._exit_status()}"
       self.link.lost(why)
-      writer.close()
+      (writer or ours).close()
     return why
 
   async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
@@ -254,7 +163,7 @@ class _Process:
         start_new_session=True,
       )
 
-  async def _until_one_fails(self, tasks: set[asyncio.Task]) -> str:
+  async def _until_one_fails(self, tasks: list[asyncio.Task]) -> str:
     """Waits for the first that tells the process's end; what it told."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     errors = [e for e in (t.exception() for t in done) if e is not None]

@@ -22,6 +22,7 @@ from gyre.learner import packing
 from gyre.rollout import emulated, engine, router
 from gyre.runtime import exchange, frames, remote, workers
 from gyre.runtime.cell import CellError
+from gyre.runtime.specs import Spec
 
 PROFILE = {
   "nodes": 1,
@@ -42,7 +43,7 @@ QUICK = workers.Supervision(
 
 def spec(name, **options):
   options = {"profile": PROFILE, "executions": 16} | options
-  return workers.Spec(name, "emulated", options)
+  return Spec(name, "emulated", options)
 
 
 @contextlib.asynccontextmanager
@@ -317,16 +318,17 @@ def test_a_controller_that_stood_still_blames_nobody(tmp_path):
 
 
 _CONTROLLER = """
-import asyncio, pathlib, sys
+import asyncio, sys
+from gyre.rollout.engine import Request
 from gyre.runtime import workers
+from gyre.runtime.specs import Spec
 
 async def main():
-  specs = [workers.Spec(f"cell {i}", "emulated") for i in range(3)]
+  specs = [Spec(f"cell {i}", "emulated") for i in range(3)]
   async with workers.Workers(specs, sys.argv[1]) as group:
     print(*group.pids().values(), flush=True)
     await group.cells["cell 0"].serve(None, 0)
-    await group.cells["cell 0"].engine.generate(
-      __import__("gyre.rollout.engine").rollout.engine.Request([1], 100000))
+    await group.cells["cell 0"].engine.generate(Request([1], 100000))
 
 asyncio.run(main())
 """
@@ -426,7 +428,7 @@ def test_what_is_no_message_is_refused_by_both_sides(tmp_path):
 @pytest.mark.parametrize(
   "wrong,what",
   [
-    (workers.Spec("cell 0", "unknown"), "no kind of cell 'unknown'"),
+    (Spec("cell 0", "unknown"), "no kind of cell 'unknown'"),
     (spec("cell 0", profile={"nodes": -1}), "profile.nodes must be positive"),
   ],
 )

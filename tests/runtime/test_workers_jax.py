@@ -5,20 +5,22 @@ import os
 import pathlib
 import signal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_cells as toy
 
-from gyre import config
+from gyre import config, types
 from gyre.rollout import engine
 from gyre.runtime import remote, reshard, workers
+from gyre.runtime.specs import jax_spec
 
 SIZES = {"cell 0": (1, 1, 1), "cell 1": (1, 2, 1)}
 
 
 def specs(cache):
   return [
-    workers.jax_spec(
+    jax_spec(
       name,
       toy.make_config(),
       toy.MODEL.to_hf(),
@@ -109,10 +111,16 @@ def test_processes_add_up_train_and_serve_as_this_one_does(tmp_path):
       got = await one.engine.generate(REQUEST, lambda *t: tokens.append(t))
       assert [t[0] for t in tokens] == got.ids.tolist()
       await core.save(tmp_path / "step", {"groups": [1]})
-      # The core's own weights, served as well.
+      # The core's own weights are served as well, and a checkpoint loaded.
       await core.serve(None, 1)
       used = [await c.engine.fingerprint() for c in (core, one)]
       assert used[0] == used[1]
+      saved = {"params": toy.params(9), "version": jnp.asarray(2, jnp.int32)}
+      reshard.save(saved, tmp_path / "v2")
+      later = types.Snapshot(2, str(tmp_path / "v2"))
+      await one.engine.load_weights(later, 2)
+      assert one.engine.stats().version == 2
+      assert await one.engine.fingerprint() != used[1]
       return kept, metrics, weights, got, used[1]
 
   want, metrics, weights, answer, used = toy.run(here())
