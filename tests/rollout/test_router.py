@@ -309,6 +309,28 @@ def test_an_engine_that_dies_after_the_last_token_has_answered():
   run(test)
 
 
+def test_an_engine_that_was_left_is_heard_no_more():
+  class Ghost(hashing.HashingEngine):
+    async def generate(self, asked, on_token=None):
+      self.speak = on_token
+      return await super().generate(asked, on_token)
+
+  async def test(b):
+    b.router.add("a", Ghost("a"))
+    b.router.place("e", "a")
+    b.call(request())
+    await b.sampled(5)
+    ghost = b.router.engine("a")
+    b.router.fail("a", engine.EngineDown("lost"))
+    await asyncio.sleep(0.01)
+    b.router.place("e", "b")
+    await b.sampled(20)
+    ghost.speak(2, -2.0, 0)
+    await b.check()
+
+  run(test)
+
+
 @pytest.mark.parametrize("state", ["nowhere", "down", "older"])
 def test_patience_ends_with_the_reason(state):
   async def test(b):
