@@ -6,6 +6,11 @@ atomic rename, and `restore` verifies every file first and always gives
 Orbax the target's shardings. Full state (a resume, a core on another mesh)
 and weights only (an engine, a satellite) are the same call: any subtree of
 what was saved may be asked for.
+
+An axis that does not divide over a mesh is refused, with its divisors named:
+padded parameters would have the shapes of the mesh they came from, and no
+longer the bits. Rows of a micro-step, which hold nothing when they are empty,
+are padded instead (cell_worker.pad_rows).
 """
 
 from __future__ import annotations

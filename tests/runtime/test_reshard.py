@@ -1,4 +1,4 @@
-"""What was saved on one mesh comes back bit for bit on any other."""
+"""What lay on one mesh comes back bit for bit on any other."""
 
 import random
 
@@ -150,8 +150,53 @@ def test_a_flipped_bit_in_every_file_is_refused(tmp_path):
     with pytest.raises(manifest.ManifestError, match=path.name):
       reshard.restore(directory, _abstract(mesh))
     path.write_bytes(good)
+  (directory / "added").write_bytes(b"x")
+  with pytest.raises(manifest.ManifestError, match="added"):
+    reshard.restore(directory, _abstract(mesh))
+  (directory / "added").unlink()
   state, _ = reshard.restore(directory, _abstract(mesh))
   assert _bits(state) == _bits(_state(mesh))
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), ("tensor",), (("data",),)])
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (8, 8), (4, 4), (1, 1)])
+def test_copies_share_no_memory(spec, sizes):
+  source, target = (
+    NamedSharding(_mesh(n), PartitionSpec(*spec)) for n in sizes
+  )
+  values = np.arange(16, dtype=np.float32)
+  key = jax.random.key(3)
+  whole = NamedSharding(_mesh(sizes[0]), PartitionSpec())
+  tree = {
+    "x": jax.device_put(values, source),
+    "key": jax.device_put(key, whole),
+  }
+  where = {"x": target, "key": NamedSharding(_mesh(sizes[1]), PartitionSpec())}
+  copies = reshard.put(tree, where)
+  for name, leaf in tree.items():
+    assert copies[name].sharding == where[name]
+    leaf.delete()
+  np.testing.assert_array_equal(copies["x"], values)
+  assert jax.random.key_data(copies["key"]).tolist() == [0, 3]
+
+
+def test_a_copy_of_host_memory_is_a_copy():
+  values = np.arange(1024, dtype=np.float32)
+  copy = reshard.put(
+    {"x": values}, {"x": NamedSharding(_mesh(1), PartitionSpec())}
+  )
+  values[:] = -1
+  np.testing.assert_array_equal(copy["x"], np.arange(1024))
+
+
+def test_the_host_keeps_every_bit():
+  state = _state(_mesh(4))
+  first = _bits(state)
+  host = reshard.to_host(state)
+  assert not [x for x in jax.tree.leaves(host) if isinstance(x, jax.Array)]
+  shardings = jax.tree.map(lambda x: x.sharding, _abstract(_mesh(2)))
+  back = reshard.from_host(host, shardings)
+  assert _bits(back) == first
 
 
 def test_nothing_is_visible_when_writing_fails(tmp_path):
