@@ -387,6 +387,9 @@ class World:
   def _consume(self, a) -> None:
     assert a.update == self.version + 1 <= self.steps
     assert a.group not in self.consumed and a.group not in self.dropped
+    if self.published < self.version and self.version % self.law.mu == 0:
+      # The weights at a burst's end are on their way before the next begins.
+      assert self.publishing == self.version
     ended = self.ended[a.group]
     assert len(ended) == self.law.group_size and any(ended.values())
     staleness = self.version - self.admitted[a.group]

@@ -179,25 +179,76 @@ def test_staleness_beyond_the_maximum_is_never_trained():
   assert any(isinstance(a, sched.Admit) for a in drop[at:])
 
 
-def test_a_replacement_that_does_not_fit_calls_a_cell_back():
-  """Every cell trains when the last group turns out to be lost."""
-  world = World(_cells("core"), Law(0, 1, 2, 1), 1)
+def _core_trains(world, group_size):
+  """Group 0 ends, and the core leaves for training."""
   world.begin()
-  world.finish((0, 0))
-  actions = world.finish((1, 0), scored=False)
-  assert sched.Start((2, 0), "core") in actions
-  assert not world.transfers
-  two = World(_cells("core", "a"), Law(0, 1, 2, 4), 1)
-  two.begin()
+  for i in range(group_size):
+    world.finish((0, i))
+  world.switch_done("core")
+  return world
+
+
+def test_a_cell_is_called_back_when_nothing_serves():
+  """The last rollout cell dies for good: the core itself must serve."""
+  world = _core_trains(World(_cells("core", "a"), Law(0, 1, 2, 4), 1), 4)
+  assert world.down("a") == (sched.Switch("core", "rollout", 2),)
+  actions = world.switch_done("core")
+  assert {a.execution for a in actions} == {(1, i) for i in range(4)}
   for i in range(4):
-    two.finish((0, i))
-  two.switch_done("core")
-  for i in range(3):
-    two.finish((1, i), scored=False)
-  # One more and w = 0 would let `a` leave too; it is lost instead.
-  actions = two.finish((1, 3), scored=False)
-  assert actions[0] == sched.Drop(1, "lost")
-  assert sum(isinstance(a, sched.Start) for a in actions) == 4
+    actions = world.finish((1, i))
+  assert sched.Switch("core", "train", 3) in actions
+  world.switch_done("core")
+  while not world.stopped:
+    # The return of `a` would be the last choice; it never comes to that.
+    world.choices()[0](random.Random(0))
+  assert world.dead() == ["a"]
+  assert sorted(world.committed) == [0, 1]
+
+
+def test_a_satellite_is_called_back_before_the_core():
+  """What is unfinished no longer fits; the core goes on as others serve."""
+  law = Law(0, 1, 3, 4)
+  world = _core_trains(World(_cells("core", "a", "b"), law, 1), 4)
+  for i in range(4):
+    world.finish((1, i))
+  world.switch_done("a")
+  # Group 2 runs on b, which dies: 4 executions, and nothing serves.
+  assert world.down("b") == (sched.Switch("a", "rollout", 3),)
+  world.switch_done("a")
+  assert world.sites["core"].holder == "trainer"
+  world.run(random.Random(0))
+
+
+def test_the_core_goes_on_while_others_serve():
+  world = World(_cells("core", "a", "b"), Law(0, 1, 3, 4), 1)
+  _core_trains(world, 4)
+  # 8 executions are left, and 4 slots; but these serve.
+  assert world.unfinished == 8
+  assert world.down("b") == ()
+
+
+def test_an_eager_policy_strands_no_execution():
+  """A cell leaves only if what it runs fits the others' free slots."""
+  eager = policies.Policy("eager", leaves=lambda state, cell: True)
+  for seed in range(30):
+    law = Law(0.5, 2, 4, 2)
+    world = World(LAYOUTS["fine and standalone"], law, 6, policy=eager)
+    world.run(random.Random(seed))
+    assert len(world.committed) == 24
+
+
+def test_a_resize_is_not_put_off_by_groups_that_wait():
+  """Groups are whole at every moment, and yet an update ends."""
+  world = World(_resizable("trainer"), Law(1, 1, 2, 1), 6)
+  world.begin()
+  for group in range(4):
+    world.finish((group, 0))
+  world.ask(4)
+  while world.resizing is None:
+    world.choices()[-1](random.Random(0))
+    assert world.version <= 1
+  assert world.state.queue.whole
+  world.run(random.Random(0))
 
 
 def test_a_dead_rollout_cell_hands_its_executions_on():
