@@ -1,9 +1,9 @@
 """decide(state, event) -> (state, actions): what every controller executes.
 
 An event is first noted (the facts that it brings change the state), then the
-rules below are applied in their order until none has anything to ask for.
+rules (rules.py) are applied in their order until none asks for anything.
 Each rule is a function of the state alone. Transfers are serial: of Switch,
-Rehost and Publish one is under way at a time.
+Rehost, Resize and Publish one is under way at a time.
 """
 
 from __future__ import annotations
