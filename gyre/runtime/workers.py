@@ -227,8 +227,9 @@ class _Process:
   async def _kill(self) -> None:
     """Ends the process, whatever it does, and reaps it."""
     if self._process.returncode is None:
+      # Popen's own kill may reap it, and leave asyncio without its status.
       with contextlib.suppress(ProcessLookupError):
-        self._process.kill()
+        os.kill(self.pid, signal.SIGKILL)
     work = asyncio.ensure_future(self._process.wait())
     await to_its_end(
       asyncio.ensure_future(asyncio.wait({work}, timeout=_REAP_S))
@@ -238,14 +239,16 @@ class _Process:
   async def close(self, timeout_s: float) -> None:
     """Asks it to end, then makes it end."""
     self._closing = True
-    if self.link.up:
-      with contextlib.suppress(EngineError, CellError, TimeoutError):
-        async with asyncio.timeout(timeout_s):
+    if self._life is None:
+      return
+    with contextlib.suppress(EngineError, CellError, TimeoutError):
+      async with asyncio.timeout(timeout_s):
+        if self.link.up:
           await self.link.call("close")
-    if self._life is not None:
-      self._life.cancel()
-      with contextlib.suppress(asyncio.CancelledError):
-        await self._life
+          await asyncio.shield(self._life)
+    self._life.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+      await self._life
 
 
 def _sweep(tmpfs: pathlib.Path) -> None:
@@ -356,6 +359,11 @@ class Workers:
     self.events.append((at, name, kind, why))
     if self._watch[kind] is not None:
       self._watch[kind](name, why)
+
+  @property
+  def shared(self) -> pathlib.Path:
+    """Directory on tmpfs of all these processes; `close` removes it."""
+    return self._shared
 
   def pids(self) -> dict[str, int]:
     """Process ids of the cells that are up."""
