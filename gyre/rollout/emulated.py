@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import heapq
 import itertools
 import math
 from typing import Any
@@ -137,6 +138,7 @@ class _Live:
     self.versions: list[int] = []
     self.streamed = 0
     self.base = 0.0  # the progress at which its first token began
+    self.end = 0.0  # and at which its last one is sampled
     self.computed = False
     self.done = asyncio.get_running_loop().create_future()
 
@@ -181,6 +183,9 @@ class EmulatedEngine:
     )
     self._arrivals = itertools.count()
     self._progress = 0.0
+    # (end, arrival, call) of the running calls, and of some that have left.
+    self._ends: list[tuple[float, int, _Live]] = []
+    self._streaming = 0
     self._at: float | None = None  # wall time of _progress
     self._next_stream = 0.0
     self._timer: asyncio.TimerHandle | None = None
@@ -212,6 +217,7 @@ class EmulatedEngine:
     if live is None:
       return False
     self._advance()
+    self._collect(live)
     self._finish(live, live.reason if not live.left else "abort")
     self._schedule()
     return True
@@ -222,6 +228,7 @@ class EmulatedEngine:
     self._advance()
     self._paused = True
     if not keep:
+      self._collect(*self._running.values())
       for live in [*self._running.values(), *self._waiting.values()]:
         self._finish(live, "abort")
     self._schedule()
@@ -257,6 +264,7 @@ class EmulatedEngine:
         f"the snapshot holds version {weights.version}, not {version}"
       )
     self._advance()
+    self._collect(*self._running.values())
     self._version, self._loaded = version, True
     self._recompute()
     self._schedule()
@@ -367,7 +375,8 @@ class EmulatedEngine:
       self._schedule()
 
   def _remove(self, live: _Live) -> None:
-    self._running.pop(live.name, None)
+    if self._running.pop(live.name, None):
+      self._streaming -= live.on_token is not None
     self._waiting.pop(live.name, None)
     self._admit()
 
@@ -375,6 +384,7 @@ class EmulatedEngine:
     while self._waiting and len(self._running) < self.profile.slots:
       name, live = self._waiting.popitem(last=False)
       self._running[name] = live
+      self._streaming += live.on_token is not None
       live.base = self._progress
       self._prefill(live)
 
@@ -384,7 +394,9 @@ class EmulatedEngine:
     kind = "reprefilled_tokens" if live.computed else "prefilled_tokens"
     self._counts[kind] += n
     live.base += n * self.profile.prefill_s
+    live.end = live.base + len(live.ids) * self.profile.token_s
     live.computed = True
+    heapq.heappush(self._ends, (live.end, next(self._arrivals), live))
 
   def _recompute(self) -> None:
     for live in self._running.values():
@@ -404,7 +416,7 @@ class EmulatedEngine:
     return not (awake and self._running)
 
   def _advance(self) -> None:
-    """Brings the progress, and every call's tokens, up to this moment."""
+    """Brings the progress up to this moment."""
     now = asyncio.get_running_loop().time()
     before, self._at = self._at, now
     if before is None or self._halted():
@@ -412,12 +424,27 @@ class EmulatedEngine:
     p = self.profile
     elapsed = (now - before) * p.speedup
     self._progress += elapsed * p.rate(len(self._running))
-    for live in self._running.values():
+
+  def _collect(self, *lives: _Live) -> None:
+    """Gives calls the tokens that the progress brought them."""
+    p = self.profile
+    for live in lives:
+      if live.name not in self._running:
+        continue
       n = math.floor((self._progress - live.base) / p.token_s + _EPSILON)
       new = min(n, len(live.ids)) - len(live.versions)
       if new > 0:
         live.versions.extend([self._version] * new)
         self._counts["generated_tokens"] += new
+
+  def _first_end(self) -> float:
+    """The least end of a running call."""
+    ends = self._ends
+    while True:
+      end, _, live = ends[0]
+      if end == live.end and self._running.get(live.name) is live:
+        return end
+      heapq.heappop(ends)
 
   def _stream(self, live: _Live) -> None:
     if live.on_token is not None:
@@ -435,23 +462,24 @@ class EmulatedEngine:
     if self._closed or self._halted():
       return
     p = self.profile
-    ends = min(x.base + len(x.ids) * p.token_s for x in self._running.values())
-    wait = (ends - self._progress) / p.rate(len(self._running))
+    wait = (self._first_end() - self._progress) / p.rate(len(self._running))
     at = self._at + p.wall(max(wait, 0.0))
-    if any(x.on_token is not None for x in self._running.values()):
-      step = p.wall(p.stream_s)
+    if self._streaming:
       if self._next_stream <= self._at:
-        self._next_stream = self._at + step
+        self._next_stream = self._at + p.wall(p.stream_s)
       at = min(at, self._next_stream)
     self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
   def _tick(self) -> None:
     self._timer = None
     self._advance()
-    for live in list(self._running.values()):
-      if not live.left:
-        self._finish(live, live.reason)
+    almost = self._progress + _EPSILON / 2 * self.profile.token_s
+    while self._running and self._first_end() <= almost:
+      live = self._ends[0][2]
+      self._collect(live)
+      self._finish(live, live.reason)
     if self._next_stream <= self._at:
       for live in self._running.values():
+        self._collect(live)
         self._stream(live)
     self._schedule()

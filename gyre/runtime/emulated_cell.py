@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from gyre.store import manifest
 from gyre.types import Batch, Snapshot
 
 _STATE = "state.json"
+_ON_THE_WAY_S = 0.02
 
 
 def batch_share(batch: Batch | float, executions: int) -> float:
@@ -74,15 +76,25 @@ class EmulatedCell:
     self._version = 0
     self._share, self._micro_steps = 0.0, 0
     self._turn = asyncio.Lock()
+    self._free = -math.inf  # since when it has nothing to do
 
   @contextlib.asynccontextmanager
   async def _taking(self, emulated_s: float) -> AsyncIterator[None]:
-    """What is done inside takes so long, in the order asked for."""
+    """What is done inside takes so long, in the order asked for.
+
+    What comes at once after what was before begins where that ended: the way
+    of an answer and the next call between two processes is the emulation's,
+    and as long as minutes of what is emulated.
+    """
     loop = asyncio.get_running_loop()
     async with self._turn:
-      end = loop.time() + self.profile.wall(emulated_s)
+      begin = loop.time()
+      if begin - self._free <= _ON_THE_WAY_S:
+        begin = self._free
+      end = begin + self.profile.wall(emulated_s)
       yield
       await asyncio.sleep(max(0.0, end - loop.time()))
+      self._free = end
 
   async def _check_weights(self, weights: Any, version: int) -> None:
     if not isinstance(weights, Snapshot):
@@ -148,19 +160,21 @@ class EmulatedCell:
   async def sums(self) -> Sums:
     """See cell.Worker."""
     self._check_trains()
-    if not self._micro_steps:
-      return {}
-    out = {
-      "counts.share": np.float64(self._share).reshape(()),
-      "counts.micro_steps": np.asarray(self._micro_steps, np.int64),
-      "version": np.asarray(self._version, np.int32),
-    }
-    self._clear()
-    return out
+    async with self._turn:
+      if not self._micro_steps:
+        return {}
+      out = {
+        "counts.share": np.float64(self._share).reshape(()),
+        "counts.micro_steps": np.asarray(self._micro_steps, np.int64),
+        "version": np.asarray(self._version, np.int32),
+      }
+      self._clear()
+      return out
 
   async def reset(self) -> None:
-    """See cell.Worker."""
-    self._clear()
+    """See cell.Worker; what is under way is discarded with the rest."""
+    async with self._turn:
+      self._clear()
 
   async def close(self) -> None:
     """See cell.Worker."""

@@ -83,6 +83,22 @@ def test_a_micro_step_takes_its_share_of_an_update(changes, seconds):
   virtual_time.run(main())
 
 
+def test_the_way_between_processes_is_not_emulated():
+  async def main():
+    one = cell()
+    await one.join(None, 0)
+    begin = now()
+    for _ in range(10):
+      await one.work(0.125)  # 20 s
+      await asyncio.sleep(0.01)
+    assert now() - begin == pytest.approx(200.01)
+    await asyncio.sleep(1)  # idle
+    await one.work(0.125)
+    assert now() - begin == pytest.approx(221.01)
+
+  virtual_time.run(main())
+
+
 def test_what_the_role_or_the_version_forbids_is_refused():
   async def main():
     one, core = cell(), cell(emulated_cell.EmulatedCore)
