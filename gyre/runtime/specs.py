@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gyre.config import Config, Mesh
 from gyre.rollout.emulated import Profile
+
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,9 @@ def jax_spec(
   env = {"JAX_PLATFORMS": platform}
   if platform == "cpu":
     count = len(devices or ()) or sizes.data * sizes.fsdp * sizes.tensor
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    others = os.environ.get("XLA_FLAGS", "").split()
+    flags = [f for f in others if not f.startswith(_HOST_DEVICES)]
+    env["XLA_FLAGS"] = " ".join([*flags, f"{_HOST_DEVICES}={count}"])
   else:
     if devices is not None:
       env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
