@@ -517,6 +517,7 @@ async def _disturb(b, data, executions):
       router.place(execution, cell)
     else:
       b.chores.append(asyncio.ensure_future(router.move(execution, cell)))
+      await asyncio.sleep(0)  # asked for while the cell is known
   elif op == "drain" and known:
     targets = {
       e: c
