@@ -89,6 +89,7 @@ class _Process:
     self._on_up, self._on_down = on_up, on_down
     self._process: asyncio.subprocess.Process | None = None
     self._closing = False
+    self._killed = False  # by someone else, in its last life
     self._life: asyncio.Task | None = None
     self.first = asyncio.get_running_loop().create_future()
 
@@ -106,7 +107,9 @@ class _Process:
       if loop.time() - begun > s.stable_s:
         deaths = 0
       deaths += 1
-      if deaths > s.restarts or not self.first.done():
+      # One that cannot start would not the next time either.
+      hopeless = not (self.first.done() or self._killed)
+      if deaths > s.restarts or hopeless:
         self.final = f"{why}; died {deaths} times, not started again"
         self.link.lost(self.final)
         if not self.first.done():
@@ -142,6 +145,8 @@ class _Process:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
       # Nobody hears of its death before it is dead, and its devices free.
+      status = self._process.returncode
+      self._killed = not why and status is not None and status < 0
       await self._kill()
       why = f"{self.spec.name}: {why or self._exit_status()}"
       self.link.lost(why)
@@ -173,15 +178,15 @@ class _Process:
 
   async def _receive(self, reader, writer) -> None:
     """Reads until the socket ends, which is an error."""
-    hello = await frames.read(reader)
-    if not isinstance(hello, frames.Hello) or hello.pid != self.pid:
-      raise frames.FrameError(f"began with {hello}")
-    if hello.protocol != frames.PROTOCOL:
-      raise frames.FrameError(
-        f"speaks protocol {hello.protocol}, not {frames.PROTOCOL}"
-      )
-    self.link.connect(writer)
     with contextlib.suppress(EOFError):
+      hello = await frames.read(reader)
+      if not isinstance(hello, frames.Hello) or hello.pid != self.pid:
+        raise frames.FrameError(f"began with {hello}")
+      if hello.protocol != frames.PROTOCOL:
+        raise frames.FrameError(
+          f"speaks protocol {hello.protocol}, not {frames.PROTOCOL}"
+        )
+      self.link.connect(writer)
       while True:
         self.link.receive(await frames.read(reader))
     # The status tells more than the end of the socket.

@@ -441,3 +441,22 @@ def test_a_cell_that_cannot_be_built_is_told(tmp_path, wrong, what):
   asyncio.run(main())
   with pytest.raises(ValueError, match="must differ"):
     workers.Workers([wrong, wrong], tmp_path)
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path):
+  async def main():
+    group = workers.Workers([spec("cell 0")], tmp_path, supervision=QUICK)
+    starting = asyncio.ensure_future(group.start())
+    try:
+      await asyncio.sleep(0)
+      process = group._processes["cell 0"]
+      while not process.pid:
+        await asyncio.sleep(0.005)
+      os.kill(process.pid, signal.SIGKILL)
+      await starting
+      assert [kind for _, _, kind, _ in group.events] == ["down", "up"]
+      assert group.cells["cell 0"].role == "idle"
+    finally:
+      await group.close()
+
+  asyncio.run(main())
