@@ -368,7 +368,7 @@ def test_huge_arrays_cross_both_ways(tmp_path):
   async def main():
     async with started(tmp_path) as group:
       core, one = group.cells["cell 0"], group.cells["cell 1"]
-      x = np.arange(16 << 20, dtype=np.float32).reshape(4, -1)  # 64 MiB
+      x = np.arange(8 << 20, dtype=np.float32).reshape(4, -1)  # 32 MiB
       sums = [{"w": x, "version": np.int32(0)} for _ in range(3)]
       (total,) = await remote.combine_pairwise(sums, [core, one])
       assert total.file.size > x.nbytes
