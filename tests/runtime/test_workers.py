@@ -460,3 +460,26 @@ def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path):
       await group.close()
 
   asyncio.run(main())
+
+
+def test_a_process_that_speaks_something_else_is_ended(tmp_path, monkeypatch):
+  program = tmp_path / "odd"
+  program.write_text(
+    f"#!{sys.executable}\n"
+    "import os, sys, time\n"
+    "fd = int(sys.argv[sys.argv.index('--fd') + 1])\n"
+    "os.write(fd, b'HTTP/1.1 200 OK')\n"
+    f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    "time.sleep(600)\n"
+  )
+  program.chmod(0o755)
+  monkeypatch.setattr(sys, "executable", str(program))
+
+  async def main():
+    with pytest.raises(workers.WorkerError, match="a frame begins with 0x4854"):
+      async with started(tmp_path, spec("cell 0")):
+        pass
+
+  asyncio.run(main())
+  pid = tmp_path / "pid"
+  assert not pid.exists() or gone(int(pid.read_text()))
