@@ -23,7 +23,6 @@ _TYPES = {
   "context": "invalid_request_error",
   "authentication": "authentication_error",
   "not_found": "not_found_error",
-  "method": "invalid_request_error",
   "timeout": "timeout_error",
   "too_large": "request_too_large",
   "busy": "rate_limit_error",

@@ -69,10 +69,6 @@ class _Recorded:
   call_ids: tuple[str, ...]
 
 
-def _squeeze(text: str) -> str:
-  return "".join(text.split())
-
-
 def _plain(value: Any) -> Any:
   """A payload without what serialisers change."""
   if isinstance(value, Mapping):
@@ -167,7 +163,7 @@ class Book:
 
   def _completed(self, message: wire.Message) -> wire.Message:
     """Text that the harness dropped beside the tool calls is put back."""
-    if not message.tool_calls or _squeeze(message.text) not in _NOTHING:
+    if not message.tool_calls or wire.squeeze(message.text) not in _NOTHING:
       return message
     _, said = self._restored(message)
     if said is None or len(said.tool_calls) != len(message.tool_calls):
@@ -181,7 +177,7 @@ class Book:
   def _key(self, message: wire.Message) -> bytes:
     if message.role == "assistant":
       calls = [(c.name, self._canonical(c)) for c in message.tool_calls]
-      text = _squeeze(message.text)
+      text = wire.squeeze(message.text)
       parts = ["assistant", "" if text in _NOTHING else text, calls]
     else:
       parts = [message.role, message.text]

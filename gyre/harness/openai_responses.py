@@ -161,7 +161,7 @@ def parse(body: Mapping[str, Any]) -> wire.Asked:
   wire.require(bool(value), "input must not be empty", "input")
   for name in ("background", "conversation", "prompt"):
     wire.require(not body.get(name), f"{name} is not supported", name)
-  form = wire.field(body, "text", dict, {}).get("format") or {}
+  form = wire.field(wire.field(body, "text", dict, {}), "format", dict, {})
   wire.require(
     form.get("type", "text") == "text",
     f"text.format {form.get('type')!r} cannot be enforced; ask in the prompt",

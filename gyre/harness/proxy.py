@@ -113,7 +113,10 @@ class Proxy:
     }
     self._clock = clock
     self._executions: dict[str, recorder.Execution] = {}
-    self.app = starlette.applications.Starlette(routes=self._routes())
+    # A fault of ours is told in the API's shape too; the server still logs it.
+    self.app = starlette.applications.Starlette(
+      routes=self._routes(), exception_handlers={Exception: self._fault}
+    )
 
   # For the trainer.
 
@@ -282,8 +285,8 @@ class Proxy:
 
   async def _models(self, request: Request):
     headers = _headers()
-    theirs = "anthropic-version" in request.headers
-    api = anthropic_messages if theirs else openai_chat
+    api = _api_of(request)
+    theirs = api is anthropic_messages
     try:
       self._execution(request)
     except wire.ApiError as e:
@@ -297,21 +300,30 @@ class Proxy:
       return answering.Reply(200, {"data": [model], **ids}, headers)
     return answering.Reply(200, {"object": "list", "data": [model]}, headers)
 
+  async def _fault(self, request: Request, e: Exception):
+    error = wire.ApiError("internal", f"the proxy failed: {type(e).__name__}")
+    return self._refuse(error, _api_of(request), _headers())
+
   async def _root(self, request: Request):
     del request
     return answering.Reply(200, {"gyre": "proxy"}, _headers())
 
   async def _unknown(self, request: Request):
-    theirs = "anthropic-version" in request.headers
-    api = anthropic_messages if theirs else openai_chat
     where = f"{request.method} {request.url.path}"
     e = wire.ApiError("not_found", f"nothing is served at {where}")
-    return self._refuse(e, api, _headers())
+    return self._refuse(e, _api_of(request), _headers())
 
 
 def _headers() -> dict[str, str]:
   name = f"req_{secrets.token_hex(12)}"
   return {"request-id": name, "x-request-id": name}
+
+
+def _api_of(request: Request) -> ModuleType:
+  """The API that a client speaks, as far as path and headers tell."""
+  theirs = "anthropic-version" in request.headers
+  theirs = theirs or "/messages" in request.url.path
+  return anthropic_messages if theirs else openai_chat
 
 
 def _key(request: Request) -> str:

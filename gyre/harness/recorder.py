@@ -371,12 +371,12 @@ class Execution:
     if live.reader.stop_at is not None:
       reason = "stop"
     ids = np.asarray(live.ids, np.int32)
+    live.finish, live.end = reason, self._clock()
     live.said = live.reader.finish(
       ids,
       reason in ("length", "abort"),
       lambda i: live.asked.call_prefix + self._name(live.number, i),
     )
-    live.finish, live.end = reason, self._clock()
     if reason == "stop" and live.said.tool_calls:
       live.finish = "tool_calls"
     if len(ids):

@@ -39,6 +39,18 @@ Message = Mapping[str, Any]
 _MARK = "\x02gyre\x03"
 
 
+# What a template's expressions raise over messages that they do not expect.
+_FAILURES = (
+  jinja2.TemplateError,
+  ArithmeticError,
+  AttributeError,
+  LookupError,
+  RecursionError,
+  TypeError,
+  ValueError,
+)
+
+
 class TemplateError(ValueError):
   """The chat template refused the messages, or cannot be compiled."""
 
@@ -292,7 +304,9 @@ class Renderer:
         add_generation_prompt=add_generation_prompt,
         **self._args,
       )
-    except (jinja2.TemplateError, TypeError) as e:
+    except TemplateError:
+      raise
+    except _FAILURES as e:
       raise TemplateError(f"the chat template failed: {e}") from e
 
   def encode(self, text: str) -> list[int]:

@@ -11,6 +11,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
+from gyre.harness import wire
+
 _SHORTEST = 20
 # Characters of a system prompt that say what an agent is for.
 _PURPOSE = 300
@@ -55,19 +57,17 @@ class Note:
 RoleOf = Callable[[Sequence[Note], int], str | None]
 
 
-def _squeeze(text: str) -> str:
-  return "".join(text.split())
-
-
 def _quoted(text: str, said: str) -> tuple[float, int]:
   """How much of what was said `text` takes over.
 
   Returns:
     (the share of its lines, where the first of them stands).
   """
-  lines = [s for x in said.splitlines() if len(s := _squeeze(x)) >= _SHORTEST]
+  lines = [
+    s for x in said.splitlines() if len(s := wire.squeeze(x)) >= _SHORTEST
+  ]
   if not lines:
-    whole = _squeeze(said)
+    whole = wire.squeeze(said)
     lines = [whole] if len(whole) >= _SHORTEST else []
   places = [at for line in lines if (at := text.find(line)) >= 0]
   return (len(places) / len(lines), min(places)) if places else (0.0, -1)
@@ -145,14 +145,14 @@ def _summary(
   At least half of its lines are; of several the one with most, then the
   latest.
   """
-  told = _squeeze(notes[index].told)
+  told = wire.squeeze(notes[index].told)
   if not told:
     return None
   best, most = None, 0.5
   for i in asked:
     share, place = _quoted(told, notes[i].said)
     # Where the request stands before it, a history is told again.
-    again = 0 <= told.find(_squeeze(notes[i].last_user)) < place
+    again = 0 <= told.find(wire.squeeze(notes[i].last_user)) < place
     if share >= most and not again:
       best, most = i, share
   return best

@@ -18,7 +18,7 @@ import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gyre.harness import wire
@@ -53,7 +53,7 @@ def _call(value: Any) -> tuple[str, str] | None:
   if isinstance(arguments, str):
     try:
       arguments = _DECODER.decode(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
       return None
   if arguments is None:
     arguments = {}
@@ -113,7 +113,7 @@ def _typed(text: str, schema: Any) -> Any:
     return text
   try:
     return _DECODER.decode(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     pass
   try:
     value = ast.literal_eval(text.strip())
@@ -123,11 +123,17 @@ def _typed(text: str, schema: Any) -> Any:
     return text
 
 
+def _properties(tool: wire.Tool) -> Mapping[str, Any]:
+  """The schemas of a tool's arguments, if it names any."""
+  value = tool.parameters.get("properties")
+  return value if isinstance(value, Mapping) else {}
+
+
 def _qwen_coder(
   text: str, tools: Sequence[wire.Tool], cut: bool
 ) -> list[Found]:
   del cut  # a function is closed or it is none
-  schemas = {t.name: t.parameters.get("properties") or {} for t in tools}
+  schemas = {t.name: _properties(t) for t in tools}
   found = []
   for match in _FUNCTION.finditer(text):
     name, body = match[1].strip(), match[2]
@@ -184,7 +190,10 @@ def _write_hermes(name: str, arguments: str) -> str:
 
 def _write_qwen_coder(name: str, arguments: str) -> str:
   lines = [f"<tool_call>\n<function={name}>"]
-  for key, value in json.loads(arguments or "{}").items():
+  given = json.loads(arguments or "{}")
+  if not isinstance(given, dict):
+    given = {"input": given}  # a harness's; the model gives objects only
+  for key, value in given.items():
     text = value if isinstance(value, str) else dumps(value)
     lines.append(f"<parameter={key}>\n{text}\n</parameter>")
   return "\n".join([*lines, "</function>\n</tool_call>"])

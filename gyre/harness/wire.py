@@ -18,7 +18,6 @@ ErrorKind = Literal[
   "context",
   "authentication",
   "not_found",
-  "method",
   "timeout",
   "too_large",
   "busy",
@@ -31,7 +30,6 @@ STATUS: Mapping[ErrorKind, int] = {
   "context": 400,
   "authentication": 401,
   "not_found": 404,
-  "method": 405,
   "timeout": 408,
   "too_large": 413,
   "busy": 429,
@@ -229,6 +227,11 @@ def texts(content: Any, where: str, types: tuple[str, ...]) -> str:
     )
     parts.append(text)
   return "\n".join(parts)
+
+
+def squeeze(text: str) -> str:
+  """`text` without white space, which harnesses change."""
+  return "".join(text.split())
 
 
 def encode(value: Any) -> bytes:
