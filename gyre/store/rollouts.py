@@ -22,66 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from gyre.store import schema
 from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Call, Execution, Group, Outcome, Sample
-
-SCHEMA_VERSION = 3
-#: Columns that a version added: (table, name, declaration, what an older file
-#: has for it). Such a file is read, and brought up to date to be written.
-_ADDED = {
-  2: (("calls", "boundary", "TEXT NOT NULL DEFAULT ''", "''"),),
-  3: (
-    ("samples", "weights", "BLOB", "NULL"),
-    ("samples", "execution_weight", "REAL", "NULL"),
-  ),
-}
-
-_SCHEMA = """
-CREATE TABLE groups (
-  group_id TEXT PRIMARY KEY, phase TEXT NOT NULL, idx INTEGER NOT NULL,
-  task_id TEXT NOT NULL, version INTEGER NOT NULL, consumed_step INTEGER
-) STRICT;
-CREATE INDEX groups_by_phase ON groups (phase, idx);
-CREATE TABLE executions (
-  execution_id TEXT PRIMARY KEY, group_id TEXT NOT NULL,
-  idx INTEGER NOT NULL, task_id TEXT NOT NULL, version INTEGER NOT NULL,
-  seed INTEGER NOT NULL, truncated TEXT NOT NULL, turns INTEGER NOT NULL,
-  status TEXT, score REAL, outcome TEXT, messages TEXT NOT NULL,
-  t_start REAL NOT NULL, t_end REAL NOT NULL
-) STRICT;
-CREATE INDEX executions_by_group ON executions (group_id, idx);
-CREATE TABLE calls (
-  execution_id TEXT NOT NULL, ordinal INTEGER NOT NULL,
-  call_id TEXT NOT NULL, group_id TEXT NOT NULL,
-  base INTEGER, base_len INTEGER NOT NULL, prompt BLOB NOT NULL,
-  completion BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-  finish_reason TEXT NOT NULL, parent_hint TEXT, role TEXT NOT NULL,
-  routing TEXT, t_start REAL NOT NULL, t_end REAL NOT NULL,
-  engine TEXT NOT NULL, asked TEXT NOT NULL, used TEXT NOT NULL,
-  boundary TEXT NOT NULL DEFAULT '',
-  PRIMARY KEY (execution_id, ordinal)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE samples (
-  step INTEGER NOT NULL, ordinal INTEGER NOT NULL,
-  execution_id TEXT NOT NULL, group_id TEXT NOT NULL, role TEXT NOT NULL,
-  advantage REAL, length INTEGER NOT NULL, base INTEGER, base_len INTEGER
-  NOT NULL, ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL,
-  versions BLOB NOT NULL, weights BLOB, execution_weight REAL,
-  PRIMARY KEY (step, ordinal)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE events (
-  event_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL,
-  payload TEXT NOT NULL, t REAL NOT NULL
-) STRICT;
-"""
-
 
 _WAIT_S = 10
 _LOG_BYTES = 1 << 22
 
 
 class StoreError(RuntimeError):
-  """The store refuses or cannot write; the message is one line."""
+  """The store refuses, cannot write or is damaged; the message is one line."""
 
 
 def _blob(x: Any, dtype: str) -> bytes:
@@ -92,8 +42,42 @@ def _array(blob: bytes, dtype: str) -> np.ndarray:
   return np.frombuffer(blob, dtype).astype(dtype[1:], copy=True)
 
 
+def _same(told: int, found: int, what: str) -> None:
+  if told != found:
+    raise ValueError(f"{found} {what} where {told} were written")
+
+
+def _bits(blob: bytes, count: int) -> np.ndarray:
+  """The first `count` bits; numpy reads past the end where some lack."""
+  _same(-(-count // 8), len(blob), "bytes of a mask")
+  return np.unpackbits(np.frombuffer(blob, np.uint8), count=count)
+
+
 def _json(x: Any) -> str:
   return json.dumps(x, sort_keys=True)
+
+
+def _call(execution_id: str, row: tuple, prompt_ids: np.ndarray) -> Call:
+  """A call from its row; see iter_calls."""
+  return Call(
+    execution_id=execution_id,
+    call_id=row[0],
+    group_id=row[1],
+    prompt_ids=prompt_ids,
+    completion_ids=_array(row[5], "<i4"),
+    logprobs=_array(row[6], "<f4"),
+    versions=_array(row[7], "<i4"),
+    finish_reason=row[8],
+    parent_hint=row[9],
+    role=row[10],
+    routing=row[11],
+    t_start=row[12],
+    t_end=row[13],
+    engine=row[14],
+    sampling_asked=json.loads(row[15]),
+    sampling_used=json.loads(row[16]),
+    boundary=row[17],
+  )
 
 
 def _sequence(call: Call) -> np.ndarray:
@@ -101,7 +85,10 @@ def _sequence(call: Call) -> np.ndarray:
 
 
 class RolloutStore:
-  """The rollouts of one run. Use one object in one thread."""
+  """The rollouts of one run. Use one object in one thread.
+
+  Whatever reads or writes raises StoreError where the file is damaged.
+  """
 
   def __init__(self, path: str | os.PathLike, *, readonly: bool = False):
     """Opens the file, creating it unless `readonly`.
@@ -131,14 +118,14 @@ class RolloutStore:
       raise StoreError(f"cannot open {self.path}: {error}") from None
     if empty and not readonly:
       with self._transaction():
-        for statement in _SCHEMA.split(";\n"):
+        for statement in schema.TABLES.split(";\n"):
           if statement.strip():
             self._db.execute(statement)
-        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    elif not 1 <= version <= SCHEMA_VERSION:
+        self._db.execute(f"PRAGMA user_version={schema.VERSION}")
+    elif not 1 <= version <= schema.VERSION:
       self._db.close()
       raise StoreError(
-        f"{self.path} has schema {version}, this gyre reads {SCHEMA_VERSION}"
+        f"{self.path} has schema {version}, this gyre reads {schema.VERSION}"
       )
     else:
       self._bring_up_to_date(version)
@@ -147,7 +134,7 @@ class RolloutStore:
     """Adds the columns that are missing, or, where it may not, their values."""
     missing = [
       column
-      for added, columns in _ADDED.items()
+      for added, columns in schema.ADDED.items()
       if added > version
       for column in columns
     ]
@@ -159,7 +146,7 @@ class RolloutStore:
           self._db.execute(
             f"ALTER TABLE {table} ADD COLUMN {name} {declaration}"
           )
-        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        self._db.execute(f"PRAGMA user_version={schema.VERSION}")
 
   def _column(self, name: str) -> str:
     return self._stand_in.get(name, name)
@@ -190,6 +177,27 @@ class RolloutStore:
         self._db.execute("ROLLBACK")
       raise StoreError(f"cannot write {self.path}: {error}") from error
     self._empty_log()
+
+  def _rows(self, query: str, args: Sequence[Any] = ()) -> Iterator[tuple]:
+    """Yields the rows of a query, read as they are asked for."""
+    try:
+      for row in self._db.execute(query, args):  # noqa: UP028 (it may outlive us)
+        yield row
+    except sqlite3.Error as error:
+      raise StoreError(f"cannot read {self.path}: {error}") from None
+
+  def _row(self, query: str, *args: Any) -> tuple | None:
+    return next(self._rows(query, args), None)
+
+  @contextlib.contextmanager
+  def _reading(self, what: str) -> Iterator[None]:
+    """Names what is damaged where its rows are not what was written."""
+    try:
+      yield
+    except (ValueError, TypeError, KeyError) as error:
+      raise StoreError(
+        f"{self.path}: {what} is damaged: {error or type(error).__name__}"
+      ) from None
 
   def _empty_log(self) -> None:
     """Gives back the log that a large execution filled, once none reads it."""
@@ -224,7 +232,7 @@ class RolloutStore:
   def groups(self, phase: str | None = None) -> list[Group]:
     """Returns the groups in dispatch order, without their executions."""
     where, args = ("", ()) if phase is None else (" WHERE phase = ?", (phase,))
-    rows = self._db.execute(
+    rows = self._rows(
       f"SELECT group_id, idx, task_id, version FROM groups{where}"
       " ORDER BY phase, idx, group_id",
       args,
@@ -233,10 +241,10 @@ class RolloutStore:
 
   def group(self, group_id: str) -> Group | None:
     """Returns a group with its finished executions, or None."""
-    row = self._db.execute(
+    row = self._row(
       "SELECT group_id, idx, task_id, version FROM groups WHERE group_id = ?",
-      (group_id,),
-    ).fetchone()
+      group_id,
+    )
     if row is None:
       return None
     return Group(*row, executions=tuple(self.executions(group_id)))
@@ -264,7 +272,7 @@ class RolloutStore:
   def consumed(self) -> dict[str, int]:
     """Returns group_id -> step of the groups flagged as consumed."""
     return dict(
-      self._db.execute(
+      self._rows(
         "SELECT group_id, consumed_step FROM groups"
         " WHERE consumed_step IS NOT NULL"
       )
@@ -277,8 +285,15 @@ class RolloutStore:
 
     Raises:
       StoreError: it is already there, or it cannot be written.
+      ValueError: a call is another execution's.
     """
     e = execution
+    for call in e.calls:
+      if call.execution_id != e.execution_id:
+        raise ValueError(
+          f"call {call.call_id} is of execution {call.execution_id}, not "
+          f"{e.execution_id}"
+        )
     outcome = e.outcome and _json(dataclasses.asdict(e.outcome))
     row = (e.execution_id, e.group_id, e.index, e.task_id, e.version, e.seed)
     row += (e.truncated, e.turns, e.outcome and e.outcome.status)
@@ -295,7 +310,8 @@ class RolloutStore:
           known.add(i, call.prompt_ids, call.completion_ids)
           self._put_call(i, call, base, shared)
     except StoreError as error:
-      if isinstance(error.__cause__, sqlite3.IntegrityError):
+      name = getattr(error.__cause__, "sqlite_errorname", "")
+      if name == "SQLITE_CONSTRAINT_PRIMARYKEY":
         raise StoreError(f"execution {e.execution_id} is stored") from None
       raise
 
@@ -316,13 +332,13 @@ class RolloutStore:
     an execution whose calls each re-send a long history fits in memory.
     """
     last_use = dict(
-      self._db.execute(
+      self._rows(
         "SELECT base, MAX(ordinal) FROM calls WHERE execution_id = ?"
         " AND base IS NOT NULL GROUP BY base",
         (execution_id,),
       )
     )
-    rows = self._db.execute(
+    rows = self._rows(
       "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
       " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
       f" engine, asked, used, {self._column('boundary')} FROM calls"
@@ -331,31 +347,16 @@ class RolloutStore:
     )
     tokens: dict[int, np.ndarray] = {}
     for ordinal, row in enumerate(rows):
-      call_id, group_id, base, shared, prompt, completion = row[:6]
-      prompt_ids = _array(prompt, "<i4")
-      if base is not None:
-        prompt_ids = np.concatenate([tokens[base][:shared], prompt_ids])
-        if last_use[base] == ordinal:
-          del tokens[base]
-      call = Call(
-        execution_id=execution_id,
-        group_id=group_id,
-        call_id=call_id,
-        prompt_ids=prompt_ids,
-        completion_ids=_array(completion, "<i4"),
-        logprobs=_array(row[6], "<f4"),
-        versions=_array(row[7], "<i4"),
-        finish_reason=row[8],
-        parent_hint=row[9],
-        role=row[10],
-        routing=row[11],
-        t_start=row[12],
-        t_end=row[13],
-        engine=row[14],
-        sampling_asked=json.loads(row[15]),
-        sampling_used=json.loads(row[16]),
-        boundary=row[17],
-      )
+      with self._reading(f"call {row[0]} of execution {execution_id}"):
+        base, shared = row[2:4]
+        prompt_ids = _array(row[4], "<i4")
+        if base is not None:
+          before = tokens[base][:shared]
+          _same(shared, len(before), "shared ids")
+          prompt_ids = np.concatenate([before, prompt_ids])
+          if last_use[base] == ordinal:
+            del tokens[base]
+        call = _call(execution_id, row, prompt_ids)
       if ordinal in last_use:
         tokens[ordinal] = _sequence(call)
       yield call
@@ -374,11 +375,11 @@ class RolloutStore:
     while length:
       key = execution_id, ordinal
       if key not in known:
-        base, shared, prompt, completion = self._db.execute(
+        base, shared, prompt, completion = self._row(
           "SELECT base, base_len, prompt, completion FROM calls"
           " WHERE execution_id = ? AND ordinal = ?",
-          key,
-        ).fetchone()
+          *key,
+        )
         known[key] = base, shared, _array(prompt + completion, "<i4")
       ordinal, shared, own = known[key]
       if length > shared:
@@ -388,37 +389,39 @@ class RolloutStore:
 
   def execution(self, execution_id: str) -> Execution | None:
     """Returns a finished execution, bit for bit, or None."""
-    row = self._db.execute(
+    row = self._row(
       "SELECT execution_id, group_id, idx, task_id, version, seed, truncated,"
       " turns, outcome, messages, t_start, t_end FROM executions"
       " WHERE execution_id = ?",
-      (execution_id,),
-    ).fetchone()
+      execution_id,
+    )
     if row is None:
       return None
-    return Execution(
-      execution_id=row[0],
-      group_id=row[1],
-      index=row[2],
-      task_id=row[3],
-      version=row[4],
-      seed=row[5],
-      calls=tuple(self.iter_calls(execution_id)),
-      outcome=None if row[8] is None else Outcome(**json.loads(row[8])),
-      truncated=row[6],
-      turns=row[7],
-      messages=tuple(json.loads(row[9])),
-      t_start=row[10],
-      t_end=row[11],
-    )
+    calls = tuple(self.iter_calls(execution_id))
+    with self._reading(f"execution {execution_id}"):
+      return Execution(
+        execution_id=row[0],
+        group_id=row[1],
+        index=row[2],
+        task_id=row[3],
+        version=row[4],
+        seed=row[5],
+        calls=calls,
+        outcome=None if row[8] is None else Outcome(**json.loads(row[8])),
+        truncated=row[6],
+        turns=row[7],
+        messages=tuple(json.loads(row[9])),
+        t_start=row[10],
+        t_end=row[11],
+      )
 
   def executions(self, group_id: str) -> list[Execution]:
     """Returns a group's finished executions in order of index."""
-    rows = self._db.execute(
+    rows = self._rows(
       "SELECT execution_id FROM executions WHERE group_id = ? ORDER BY idx",
       (group_id,),
-    ).fetchall()
-    return [self.execution(row[0]) for row in rows]
+    )
+    return [self.execution(row[0]) for row in list(rows)]
 
   def execution_ids(self, phase: str | None = None) -> list[str]:
     """Returns the ids of all finished executions, of one phase or all."""
@@ -427,7 +430,7 @@ class RolloutStore:
     if phase is not None:
       query += " JOIN groups USING (group_id) WHERE groups.phase = ?"
       args = (phase,)
-    return [r[0] for r in self._db.execute(query + " ORDER BY 1", args)]
+    return [r[0] for r in self._rows(query + " ORDER BY 1", args)]
 
   def lengths(
     self, phase: str = "train"
@@ -441,12 +444,13 @@ class RolloutStore:
       (index of its group, index in it, status, seconds) of each, in order;
       status is None where it was never verified.
     """
-    return self._db.execute(
+    rows = self._rows(
       "SELECT groups.idx, executions.idx, status, t_end - t_start"
       " FROM executions JOIN groups USING (group_id) WHERE phase = ?"
       " ORDER BY 1, 2",
       (phase,),
-    ).fetchall()
+    )
+    return list(rows)
 
   def drop_newer(self, version: int) -> list[str]:
     """Forgets executions sampled by weights newer than `version`.
@@ -457,10 +461,10 @@ class RolloutStore:
     Returns:
       The ids dropped.
     """
-    rows = self._db.execute(
+    rows = self._rows(
       "SELECT execution_id FROM executions WHERE version > ? ORDER BY 1",
       (version,),
-    ).fetchall()
+    )
     ids = [r[0] for r in rows]
     if ids:
       with self._transaction():
@@ -510,29 +514,31 @@ class RolloutStore:
 
   def samples(self, step: int) -> list[tuple[Sample, float | None]]:
     """Returns (sample, advantage) of a step, in the order of packing."""
-    rows = self._db.execute(
+    rows = self._rows(
       "SELECT execution_id, group_id, role, advantage, length, base, base_len,"
       f" ids, mask, logprobs, versions, {self._column('weights')},"
       f" {self._column('execution_weight')} FROM samples WHERE step = ?"
       " ORDER BY ordinal",
       (step,),
-    ).fetchall()
+    )
     out, known = [], {}
-    for row in rows:
+    for row in list(rows):
       length, base, shared = row[4:7]
-      runs = self._runs(row[0], base, shared, known)
-      bits = np.unpackbits(np.frombuffer(row[8], np.uint8), count=length)
-      sample = Sample(
-        execution_id=row[0],
-        group_id=row[1],
-        runs=(*runs, _array(row[7], "<i4")),
-        trained=np.flatnonzero(bits),
-        logprobs=_array(row[9], "<f4"),
-        versions=_array(row[10], "<i4"),
-        role=row[2],
-        weights=None if row[11] is None else _array(row[11], "<f8"),
-        execution_weight=row[12],
-      )
+      with self._reading(f"a sample of step {step}, execution {row[0]},"):
+        runs = self._runs(row[0], base, shared, known)
+        bits = _bits(row[8], length)
+        sample = Sample(
+          execution_id=row[0],
+          group_id=row[1],
+          runs=(*runs, _array(row[7], "<i4")),
+          trained=np.flatnonzero(bits),
+          logprobs=_array(row[9], "<f4"),
+          versions=_array(row[10], "<i4"),
+          role=row[2],
+          weights=None if row[11] is None else _array(row[11], "<f8"),
+          execution_weight=row[12],
+        )
+        _same(length, sample.length, "ids")
       out.append((sample, row[3]))
     return out
 
@@ -554,10 +560,11 @@ class RolloutStore:
     args: tuple[str, ...] = ()
     if kind is not None:
       query, args = query + " WHERE kind = ?", (kind,)
-    return [
-      {"step": r[0], "kind": r[1], "payload": json.loads(r[2]), "t": r[3]}
-      for r in self._db.execute(query + " ORDER BY event_id", args)
-    ]
+    with self._reading("an event"):
+      return [
+        {"step": r[0], "kind": r[1], "payload": json.loads(r[2]), "t": r[3]}
+        for r in self._rows(query + " ORDER BY event_id", args)
+      ]
 
   def forget_after(self, step: int) -> None:
     """Forgets samples of later steps and events from `step` on.
@@ -567,12 +574,3 @@ class RolloutStore:
     with self._transaction():
       self._db.execute("DELETE FROM samples WHERE step > ?", (step,))
       self._db.execute("DELETE FROM events WHERE step >= ?", (step,))
-
-  def size_of(self, table: str, column: str) -> int:
-    """Returns the bytes that a blob column of a table holds in all."""
-    if table not in ("calls", "samples"):
-      raise ValueError(f"table {table!r} has no token arrays")
-    if not column.isidentifier():
-      raise ValueError(f"column {column!r} is not a name")
-    row = self._db.execute(f"SELECT SUM(LENGTH({column})) FROM {table}")
-    return int(row.fetchone()[0] or 0)
