@@ -15,6 +15,7 @@ import rich.table
 import rich.text
 
 from gyre.analysis import branches as branches_lib
+from gyre.analysis.pieces import printable
 from gyre.analysis.runs import RunError
 from gyre.store.rollouts import RolloutStore
 from gyre.types import Execution
@@ -216,8 +217,8 @@ def _cell(value: Any) -> str:
   if isinstance(value, float):
     return f"{value:.3f}" if math.isfinite(value) else str(value)
   if isinstance(value, tuple):
-    return " ".join(value)
-  return f"{value:,}" if isinstance(value, int) else str(value)
+    value = " ".join(value)
+  return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
 def table(rows: Sequence[Row], *, title: str = "") -> rich.table.Table:

@@ -15,6 +15,11 @@ _MAX_PARTS = 8  # tokens that one character can need
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
 
+def printable(text: str) -> str:
+  """`text` with what would move a terminal's cursor written as an escape."""
+  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class Pieces:
   """What each id reads; without a tokenizer, its number.
 

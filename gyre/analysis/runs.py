@@ -79,12 +79,16 @@ def load(directory: pathlib.Path, name: str = "") -> Run:
     head = json.loads((directory / "config.json").read_text())
     lines = (directory / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     rows = tuple(json.loads(line) for line in lines)
+    if not all(isinstance(row, dict) for row in rows):
+      raise ValueError("metrics.jsonl has a line that is no object")
   except OSError as error:
     raise RunError(
       f"{directory} holds no run: {error.strerror}: {error.filename}"
     ) from None
   except ValueError as error:
-    raise RunError(f"{directory}: a file is not JSON: {error}") from None
+    raise RunError(
+      f"{directory}: a file is not what a run writes: {error}"
+    ) from None
   try:
     config, versions = head["config"], head["versions"]
     score = config["learner"]["score"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gyre.analysis.branches import Branch, History
-from gyre.analysis.pieces import Pieces
+from gyre.analysis.pieces import Pieces, printable
 from gyre.types import Call
 
 _CONTEXT = 16  # tokens shown on either side of a split
@@ -102,7 +102,7 @@ def around(
 
 def _quote(text: str, width: int = 72, *, end: bool = False) -> str:
   """Text in one line of at most `width` characters; `end` keeps its end."""
-  shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+  shown = printable(text)
   if len(shown) > width:
     shown = "…" + shown[1 - width :] if end else shown[: width - 1] + "…"
   return f'"{shown}"'
@@ -163,4 +163,4 @@ def render(history: History, pieces: Pieces | None = None) -> str:
             rest + ("   " if last else "│  "),
           )
         )
-  return "\n".join(out) + "\n"
+  return "\n".join(map(printable, out)) + "\n"

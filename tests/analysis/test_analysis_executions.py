@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from branching import Player
 
-from gyre.analysis import executions, training
+from gyre.analysis import branches, executions, training, tree_text
 from gyre.analysis.pieces import Pieces
 from gyre.analysis.runs import RunError
 from gyre.store.rollouts import RolloutStore, StoreError
@@ -149,6 +149,20 @@ def test_what_is_no_run(tmp_path):
   (tmp_path / executions.ROLLOUTS).write_text("words, no database at all")
   with pytest.raises(StoreError, match="cannot open"):
     executions.open_store(tmp_path)
+
+
+def test_what_is_printed_moves_no_cursor(tmp_path):
+  hostile = "\x1b[2J\r\n\x07\u202e\u2028"
+  played = _plain(f"ls {hostile}<|end|>").execution(truncated=hostile)
+  played = dataclasses.replace(played, task_id=hostile)
+  with RolloutStore(tmp_path / executions.ROLLOUTS) as store:
+    store.put_group(Group(played.group_id, 0, hostile))
+    store.put_execution(played)
+  shown = executions.text(_rows(tmp_path)) + tree_text.render(
+    branches.history(played)
+  )
+  assert "x1b" in shown
+  assert all(c.isprintable() for line in shown.split("\n") for c in line)
 
 
 def test_training_lies_on_the_tree(run):

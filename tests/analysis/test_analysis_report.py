@@ -93,6 +93,13 @@ def test_the_score_is_the_run_s(tmp_path):
   assert runs.load(path).held_out[2]["copy-1-eval-2"] == 0.0
 
 
+def test_a_line_that_is_no_object_is_told(tmp_path):
+  path = _write_run(tmp_path / "b", {0: BEFORE, 2: AFTER})
+  (path / "metrics.jsonl").write_text('{"step": 1}\n3\n')
+  with pytest.raises(runs.RunError, match=r"metrics\.jsonl"):
+    runs.load(path)
+
+
 def test_gain_is_paired_over_tasks_scored_in_both(run):
   g = runs.gain(run)
   assert (g.steps, g.n) == ((0, 2), 3)
