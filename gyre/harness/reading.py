@@ -98,7 +98,8 @@ class Reader:
         self.text,
         opened=self._opened,
         call_tools=self._call_tools,
-        stop=self._stop,
+        # Once one has ended the text, nothing of it can become another.
+        stop=self._stop if self.stop_at is None else (),
       )
       shown = (reasoning if self._show else "", text)
       self._settled = (len(self.text), shown)

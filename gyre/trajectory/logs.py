@@ -51,6 +51,11 @@ class Imported:
   stats: Mapping[str, int]
 
 
+def _finite(value: Any) -> bool:
+  """Whether it is a number that a float32 has."""
+  return type(value) in (int, float) and abs(value) < 2.0**127
+
+
 def _ids(record: Mapping[str, Any], name: str) -> np.ndarray:
   value = record.get(name)
   if not isinstance(value, list) or not all(
@@ -60,15 +65,18 @@ def _ids(record: Mapping[str, Any], name: str) -> np.ndarray:
   return np.asarray(value, np.int32)
 
 
-def _numbers(record: Mapping[str, Any], name: str, length: int) -> list:
-  value = record.get(name)
-  if not isinstance(value, list) or not all(
-    type(x) in (int, float) for x in value
-  ):
-    raise LogError(f"{name} must be a list of numbers")
-  if len(value) != length:
-    raise LogError(f"{len(value)} {name} for {length} ids of the completion")
-  return value
+def _logprobs(record: Mapping[str, Any]) -> np.ndarray:
+  value = record.get("logprobs")
+  if not isinstance(value, list) or not all(map(_finite, value)):
+    raise LogError("logprobs must be a list of finite numbers")
+  return np.asarray(value, np.float32)
+
+
+def _versions(record: Mapping[str, Any], length: int) -> np.ndarray:
+  value = record.get("versions", 0)
+  if type(value) is int:
+    value = [value] * length
+  return _ids({"versions": value}, "versions")
 
 
 def _text(record: Mapping[str, Any], name: str, default: str) -> str:
@@ -80,8 +88,8 @@ def _text(record: Mapping[str, Any], name: str, default: str) -> str:
 
 def _number(record: Mapping[str, Any], name: str) -> float:
   value = record.get(name, 0.0)
-  if type(value) not in (int, float):
-    raise LogError(f"{name} must be a number, not {str(value)[:40]!r}")
+  if not _finite(value):
+    raise LogError(f"{name} must be a finite number, not {str(value)[:40]!r}")
   return float(value)
 
 
@@ -101,11 +109,12 @@ def parse_turn(record: Mapping[str, Any], position: int) -> align.Turn:
     prompt = _ids(record, "prompt")
   if not len(prompt):
     raise LogError("prompt is empty")
-  versions = record.get("versions", 0)
-  if type(versions) is int:
-    versions = [versions] * len(sampled)
-  else:
-    versions = _numbers(record, "versions", len(sampled))
+  logprobs, versions = _logprobs(record), _versions(record, len(sampled))
+  for name, values in (("logprobs", logprobs), ("versions", versions)):
+    if len(values) != len(sampled):
+      raise LogError(
+        f"{len(values)} {name} for {len(sampled)} ids of the completion"
+      )
   reason = record.get("finish_reason", "stop")
   known = get_args(FinishReason)
   if reason not in known:
@@ -114,8 +123,8 @@ def parse_turn(record: Mapping[str, Any], position: int) -> align.Turn:
     call_id=_text(record, "call_id", f"{position:04d}"),
     prompt=prompt,
     sampled=sampled,
-    logprobs=np.asarray(_numbers(record, "logprobs", len(sampled)), np.float32),
-    versions=np.asarray(versions, np.int32),
+    logprobs=logprobs,
+    versions=versions,
     finish_reason=reason,
     role=_text(record, "role", "main"),
     t_start=_number(record, "t_start"),
@@ -155,7 +164,7 @@ def _read(lines: Iterable[str]) -> dict[str, _Log]:
       log.turns[turn.call_id] = turn
       if record.get("score") is not None:
         log.score = _number(record, "score")
-    except (LogError, json.JSONDecodeError) as error:
+    except (LogError, json.JSONDecodeError, RecursionError) as error:
       raise LogError(f"line {number}: {error}") from None
   return logs
 

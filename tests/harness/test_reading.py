@@ -107,3 +107,38 @@ def test_random_tokens_only_grow_into_the_whole(
   if shown:
     assert said.reasoning.startswith(shown[-1][0])
     assert said.text.startswith(shown[-1][1])
+
+
+PIECES = ("a", " ", "\n", "é", "🙂", "ST", "OP", "STOP", "<", "tool_call>")
+PIECES += ("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "[")
+PIECES += ("```json\n", '{"name": "f", "arguments": {}}', "<function=f>")
+PIECES += ("</function>", "<parameter=a>", "</parameter>", "<|python_tag|>")
+
+
+@hp.given(
+  text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+  width=st.integers(1, 4),
+  fmt=st.sampled_from(list(tool_parsers.FORMATS.values())),
+  stop=st.sampled_from([(), ("STOP",), ("OP", "STOP"), ("é",), ("\n",)]),
+  opened=st.booleans(),
+)
+@hp.example("STSTOP", 1, tool_parsers.HERMES, ("STOP",), False)
+def test_what_looks_like_marks_and_stops_only_grows(
+  renderer, text, width, fmt, stop, opened
+):
+  reader = reading.Reader(renderer, fmt, tools=TOOLS, stop=stop, opened=opened)
+  ids, last = [], ("", "")
+  cut = [text[i : i + width] for i in range(0, len(text), width)]
+  for token in [i for part in cut for i in renderer.encode(part)]:
+    ids.append(token)
+    reader.feed(token)
+    now = reader.visible()
+    assert now[0].startswith(last[0]) and now[1].startswith(last[1])
+    last = now
+    if reader.stop_at is not None:
+      break
+  # The first stop text to be complete ends it, and none is left.
+  assert (reader.stop_at is not None) == any(s in text for s in stop)
+  assert not any(s in reader.text for s in stop)
+  said = finish(reader, ids)
+  assert said.reasoning.startswith(last[0]) and said.text.startswith(last[1])

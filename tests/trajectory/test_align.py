@@ -338,6 +338,9 @@ def test_a_log_becomes_executions(tmp_path):
   assert [c.boundary for c in back.calls] == ["", "strict"]
 
 
+N = len(CODEC.encode("files<e>"))
+
+
 @pytest.mark.parametrize(
   "bad,message",
   [
@@ -351,8 +354,15 @@ def test_a_log_becomes_executions(tmp_path):
     (line(logprobs=[0.0]), "1 logprobs for"),
     (line(logprobs=None), "logprobs must be a list"),
     (line(versions=[1]), "1 versions for"),
+    (line(logprobs=[float("nan")] * N), "logprobs must be a list of finite"),
+    (line(logprobs=[10**400] * N), "logprobs must be a list of finite"),
+    (line(versions=[1.5] * N), "versions must be a list"),
+    (line(versions=2**40), "versions must be a list"),
+    (line(t_end=float("inf")), "t_end must be a finite number"),
+    (line(score=10**400), "score must be a finite number"),
+    ("[" * 100_000, "line 2"),
     (line(finish_reason="eos"), "finish_reason 'eos'"),
-    (line(score="good"), "score must be a number"),
+    (line(score="good"), "score must be a finite number"),
     (line(call_id="0000"), "call 0000 of g/3 is there twice"),
   ],
 )
