@@ -50,7 +50,13 @@ class Packed:
 
 
 def bucket(n: int, quantum: int = 64) -> int:
-  """Rounds up to quantum * 2^k or quantum * 3 * 2^(k-1), two an octave."""
+  """Rounds up to quantum * 2^k or quantum * 3 * 2^(k-1), two an octave.
+
+  Raises:
+    ValueError: quantum is not positive.
+  """
+  if quantum < 1:
+    raise ValueError(f"quantum must be at least 1, got {quantum} for {n}")
   size = quantum
   while size < n:
     if size % 2 == 0 and size * 3 // 2 >= n and size >= 2 * quantum:
@@ -365,9 +371,18 @@ def pack(
     Packed; `batches` is empty when nothing is trained.
 
   Raises:
-    ValueError: a sample longer than a row, one without an advantage, or
-      samples that disagree on the weight of their execution.
+    ValueError: a size that is not positive, a sample longer than a row, one
+      without an advantage, or samples that disagree on the weight of their
+      execution.
   """
+  sizes = dict(
+    row_tokens=row_tokens, micro_rows=micro_rows, row_multiple=row_multiple
+  )
+  if row_entries is not None:
+    sizes["row_entries"] = row_entries
+  for name, size in sizes.items():
+    if size < 1:
+      raise ValueError(f"{name} must be at least 1, got {size}")
   samples = [s for s in samples if len(s.trained)]
   _check(samples, row_tokens, row_entries, advantages)
   limits = (row_tokens, np.inf if row_entries is None else row_entries)

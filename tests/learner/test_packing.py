@@ -198,6 +198,17 @@ def test_a_sample_longer_than_a_row_is_refused_naming_both():
   assert packing.pack([sample], None, row_tokens=29).batches
 
 
+@pytest.mark.parametrize(
+  "name", ["row_tokens", "row_entries", "micro_rows", "row_multiple"]
+)
+def test_sizes_that_are_not_positive_are_refused(name):
+  sample = _sample(range(30), [0] * 10 + [1] * 20)
+  with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    packing.pack([sample], None, **{"row_tokens": 64, name: 0})
+  with pytest.raises(ValueError, match="quantum must be at least 1, got 0"):
+    packing.bucket(5, 0)
+
+
 def test_nothing_to_train_gives_no_batch():
   sample = _sample([1, 2], [0, 0])
   assert packing.pack([sample], None, row_tokens=8).batches == ()
