@@ -7,8 +7,9 @@ command. Each leaves something to convention: "Back up notes.md" may mean
 `cp notes.md notes.md.bak` or another name, and the supervised phase shows the
 conventions of all sites alike. The tasks trained on come from one site, whose
 conventions no instruction tells: GRPO in the real shell learns them from
-whether the verifier's assertions hold. Deterministic: the same seed gives the
-same metrics, and a killed run goes on where it was.
+whether the verifier's assertions hold. Two cells: the first trains groups as
+soon as they are whole while the second still serves the others. Deterministic:
+the same seed gives the same metrics, and a killed run goes on where it was.
 
 Seen with seed 0 on 2 cores: reward 0.26 over the first 5 steps, 0.92 over the
 last 5; held-out 0.23 before and 0.94 after; 184 s.
@@ -60,6 +61,7 @@ def get_config():
       "micro_rows": 4,
       "row_tokens": 512,
     },
+    elastic={"cells": 2},
     optim={"lr": 3e-4, "warmup_steps": 20},
     eval={"every": 16, "n": 128},
     warm_start={
