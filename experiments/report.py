@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shutil
-import sqlite3
 import sys
 from typing import NoReturn
 
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
   except BrokenPipeError:  # the reader, head for one, has seen enough
     sys.stderr.close()
     return 0
-  except (runs.RunError, StoreError, OSError, sqlite3.Error) as error:
+  except (runs.RunError, StoreError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0
