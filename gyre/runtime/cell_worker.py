@@ -132,14 +132,23 @@ class CellWorker:
       weights = await self._do(self._read, weights, version)
       await self.start_engine(weights, version).ready()
     else:
-      weights = await self.engine_weights(weights, version)
+      weights = await self._engine_weights(weights, version)
       await self.engine.wake()
       await publish.publish(self.engine, weights, version)
     self.role = "rollout"
     # Weights of the host cost the devices nothing.
     self._served = None if _on_devices(given[0]) else given
 
-  async def engine_weights(self, weights: Any, version: int) -> Any:
+  async def publish(self, weights: Any, version: int) -> None:
+    """The engine, which serves, takes weights; what it then uses is checked.
+
+    Raises:
+      PublishError: it uses others.
+    """
+    weights = await self._engine_weights(weights, version)
+    await publish.publish(self.engine, weights, version)
+
+  async def _engine_weights(self, weights: Any, version: int) -> Any:
     """Weights as the engine loads them: those of a checkpoint are read."""
     if _for_engines(weights):
       return weights

@@ -52,7 +52,7 @@ async def publish(
       other weights. It is left paused.
   """
   if isinstance(weights, Snapshot):
-    manifest.verify(weights.path)
+    await asyncio.to_thread(manifest.verify, weights.path)
   elif expected is None and isinstance(engine, JaxEngine):
     expected = await asyncio.to_thread(engine.fingerprint_of, weights)
   paused, wrong = engine.stats().paused, ""

@@ -279,8 +279,8 @@ class Worker:
     if method == "generate":
       sink = self._streams.sink(call.id) if call.stream else None
       return await engine.generate(args[0], sink)
-    if method == "load_weights" and hasattr(self._cell, "engine_weights"):
-      args[0] = await self._cell.engine_weights(*args)
+    if method == "load_weights" and hasattr(self._cell, "publish"):
+      return await self._cell.publish(*args)
     if not hasattr(engine, method):
       raise ValueError(f"an engine of this kind has no {method}")
     return await getattr(engine, method)(*args)
