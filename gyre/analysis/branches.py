@@ -16,10 +16,12 @@ import numpy as np
 from gyre.analysis import reasons
 from gyre.analysis.pieces import Pieces
 from gyre.analysis.runs import RunError
+from gyre.trajectory import select
 from gyre.trajectory import tree as tree_lib
 from gyre.types import Call, Execution
 
-ROLES = ("main", "main_summary", "sub_agent", "sub_agent_summary")
+#: Of calls, the highest rank first, as a run has them unless told otherwise.
+ROLES = select.ROLES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
