@@ -170,7 +170,11 @@ class Claims:
     return tuple(back)
 
   def start_over(self) -> None:
-    """Returns everything, as when the core dies with what it was handed."""
+    """Begins anew with the first pass, as when the core dies."""
+    self.passes = 1
+    self._return_all()
+
+  def _return_all(self) -> None:
     self._claimed.clear()
     self._finished.clear()
     self._handed_over.clear()
@@ -188,5 +192,5 @@ class Claims:
         f"{len(self._handed_over)} of {len(self._steps)} micro-steps are "
         "handed over"
       )
-    self.start_over()
+    self._return_all()
     self.passes += 1

@@ -31,6 +31,10 @@ CELL_ERRORS = (CellError, EngineError)
 
 
 RETRY_S = 1.0
+# Of the return of a cell to its former role.
+_TRIES = 5
+# News of a cell's death may come after the error that it causes.
+_GRACE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ class Work(Protocol):
   def rest(self, update: int) -> Sequence[tuple[Batch, tuple[str, ...]]]:
     """As `compose`, of what was not yet whole when no group is to come."""
 
-  async def training_weights(self, core: Core) -> Any:
+  async def training_weights(self, core: Core, version: int) -> Any:
     """What a satellite joins with: the core's, valid until its next step."""
 
   async def commit(
@@ -88,8 +92,19 @@ class Work(Protocol):
       metrics: of each pass.
     """
 
-  async def publishable(self, core: Core, version: int) -> Any:
-    """Weights of a version for engines, valid until the next call of this."""
+  async def publishable(self, core: Core | None, version: int) -> Any:
+    """Weights of a version for engines, valid until the next call of this.
+
+    Args:
+      core: holds the newest; None: it is lost, and they are those committed.
+      version: the core's, or an earlier one.
+    """
+
+  async def deliver(self, weights: Any, version: int) -> None:
+    """Gives the cells that serve what `publishable` returned.
+
+    One that does not take it is failed at the router.
+    """
 
   async def published(self, version: int) -> None:
     """Every cell that serves has a version: does what follows.
@@ -106,9 +121,18 @@ class Observer(Protocol):
   """Who watches: the event log, the time line, the console."""
 
   def decided(
-    self, event: sched.Event, actions: Sequence[sched.Action]
+    self,
+    state: sched.State,
+    event: sched.Event,
+    actions: Sequence[sched.Action],
   ) -> None:
-    """An event, and what was decided on it, before any of it is done."""
+    """What was decided on an event, before any of it is done.
+
+    Args:
+      state: after the decision.
+      event: that came in.
+      actions: that are to be carried out.
+    """
 
   def role(self, cell: str, role: str) -> None:
     """A cell has a role from now on."""
@@ -153,6 +177,9 @@ class Conductor:
     self._running: dict[sched.Execution, asyncio.Task] = {}
     self._transfers: dict[str, asyncio.Task] = {}
     self._down: set[str] = set()
+    self._fallen: set[str] = set()  # before the beginning
+    self._news = asyncio.Condition()
+    self._begun = False
     self._following: asyncio.Task | None = None
     self._failure: asyncio.Future | None = None
     self._training = Training(
@@ -178,6 +205,7 @@ class Conductor:
     self._failure = asyncio.get_running_loop().create_future()
     try:
       await self._first_roles()
+      self._begun = True
       self._tell(sched.Begin(self._clock()))
       while not self.state.stopped:
         event = await self._next_event()
@@ -195,12 +223,23 @@ class Conductor:
 
   async def _last(self) -> None:
     """What is still under way when the scheduler has stopped."""
+    for name, post in self.state.fleet.posts.items():
+      if post.role == "down" and name not in self._down:
+        self._start(self._serve_late(name))
     ending = asyncio.ensure_future(self._followed())
     await asyncio.wait(
       {ending, self._failure}, return_when=asyncio.FIRST_COMPLETED
     )
     if self._failure.done():
       self._failure.result()
+
+  async def _serve_late(self, cell: str) -> None:
+    """A cell that is there again, for what follows the last publication."""
+    try:
+      await self._serve(cell, self.state.trainer.published)
+      self._observer.role(cell, "rollout")
+    except CELL_ERRORS as error:
+      log.warning("%s does not serve again: %s", cell, error)
 
   async def _next_event(self) -> sched.Event:
     getting = asyncio.ensure_future(self._events.get())
@@ -239,17 +278,41 @@ class Conductor:
       self._failure.set_exception(task.exception())
 
   async def _first_roles(self) -> None:
-    """Every cell takes its first role; the weights served are evaluated."""
+    """Every cell takes its first role; the weights served are evaluated.
+
+    One that dies meanwhile is waited for.
+    """
     version, posts = self.state.trainer.published, self.state.fleet.posts
-    self._weights = await self._work.publishable(self._core, version)
-    serving = [n for n, p in posts.items() if p.role == "rollout"]
-    await asyncio.gather(*(self._serve(name, version) for name in serving))
+    self._weights = await self._publishable(version)
+    waiting = set(posts)
+    while waiting:
+      await asyncio.gather(*(self._first_role(name) for name in waiting))
+      waiting = set(self._fallen)
     for name, post in posts.items():
       if post.role == "train":
-        await self._training.join(name, self._workers[name], core=True)
         self._training.enter(name)
       self._observer.role(name, post.role)
     self._following = self._start(self._work.published(version))
+
+  async def _first_role(self, cell: str) -> None:
+    """A cell serves, or trains if it is a trainer; over all its lives."""
+    core, role = self._core.name == cell, self.state.fleet.posts[cell].role
+    while True:
+      async with self._news:
+        await self._news.wait_for(lambda: cell not in self._down)
+      again = cell in self._fallen
+      self._fallen.discard(cell)
+      try:
+        if core and again:
+          await self._work.rehost(self._core)
+        if role == "train":
+          await self._training.join(cell, self._workers[cell], core=True)
+        else:
+          await self._serve(cell, self.state.trainer.published)
+        return
+      except CELL_ERRORS as error:
+        if not await self._gone(cell, error):
+          raise
 
   async def _followed(self) -> None:
     """Waits until all that follows the last publication is done."""
@@ -319,20 +382,22 @@ class Conductor:
     if await self._training.apply(number):
       self._tell(sched.Applied(self._clock(), number))
 
-  async def _publish(self, version: int) -> None:
+  async def _publishable(self, version: int) -> Any:
+    """Weights of a version, of the core or, where it is lost, as committed."""
     core = self._core
-    try:
-      weights = await self._work.publishable(core, version)
-    except CELL_ERRORS:
-      if core.name not in self._down:
-        raise
-      # Its state was committed; it is read from there when it is re-hosted.
-      self._tell(sched.Published(self._clock(), version))
-      return
-    self._weights = weights
+    if core.name not in self._down and self.state.fleet.hosted:
+      try:
+        return await self._work.publishable(core, version)
+      except CELL_ERRORS as error:
+        if not await self._gone(core.name, error):
+          raise
+    return await self._work.publishable(None, version)
+
+  async def _publish(self, version: int) -> None:
+    self._weights = await self._publishable(version)
     if self._router.serving:
       with contextlib.suppress(EngineDown):  # told by `cell_down`
-        await self._router.load_weights(weights, version)
+        await self._work.deliver(self._weights, version)
     await self._followed()
     self._following = self._start(self._work.published(version))
     self._tell(sched.Published(self._clock(), version))
@@ -344,12 +409,16 @@ class Conductor:
     action: sched.Switch | sched.Rehost | sched.Resize,
     work: Coroutine[Any, Any, None],
   ) -> None:
-    self._transfers[action.cell] = self._start(self._timed(action, work))
+    before = self.state.transfer.before
+    self._transfers[action.cell] = self._start(
+      self._timed(action, work, before)
+    )
 
   async def _timed(
     self,
     action: sched.Switch | sched.Rehost | sched.Resize,
     work: Coroutine[Any, Any, None],
+    before: str,
   ) -> None:
     """A transfer, and what came of it; one that fails leaves all as it was."""
     cell = action.cell
@@ -365,25 +434,46 @@ class Conductor:
       with self._observer.span(cell, now):
         await work
     except CELL_ERRORS as error:
-      if cell in self._down:
+      if await self._gone(cell, error):
         return
       log.warning("%s: %s failed: %s", cell, now, error)
-      outcome = outcomes[1]
-      if now != "resize":
-        role = await self._go_back(cell, role)
+      outcome, role = outcomes[1], before
       await asyncio.sleep(RETRY_S)  # it is asked for again at once
+      if now != "resize" and not await self._went_back(cell, role):
+        return
     self._observer.role(cell, role)
     self._tell(outcome(self._clock(), cell, action.ticket))
 
-  async def _go_back(self, cell: str, role: str) -> str:
-    """A cell whose transfer failed takes its former role again."""
-    if role == "train":
+  async def _went_back(self, cell: str, role: str) -> bool:
+    """A cell whose transfer failed takes its former role; False if it died."""
+    for left in reversed(range(_TRIES)):
+      try:
+        await self._go_back(cell, role)
+        return True
+      except CELL_ERRORS as error:
+        if await self._gone(cell, error):
+          return False
+        if not left:
+          raise
+        await asyncio.sleep(RETRY_S)
+    return False
+
+  async def _go_back(self, cell: str, role: str) -> None:
+    if role == "rollout":
       await self._serve(cell, self.state.trainer.published)
-      return "rollout"
-    worker = self._workers[cell]
-    await self._training.join(cell, worker, core=worker is self._core)
-    self._training.enter(cell)
-    return "train"
+    elif role == "train" and self._training.hosted:
+      worker = self._workers[cell]
+      await self._training.join(cell, worker, core=worker is self._core)
+      self._training.enter(cell)
+    # Without a core it waits in its role; what was down still holds nothing.
+
+  async def _gone(self, cell: str, error: Exception) -> bool:
+    """Whether a cell that failed is dead; waits for the news."""
+    if isinstance(error, EngineDown):
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE_S), self._news:
+          await self._news.wait_for(lambda: cell in self._down)
+    return cell in self._down
 
   async def _resize(self, cell: str, devices: tuple[int, ...]) -> None:
     """The core goes on on other devices; a cell that was lent some ends."""
@@ -443,18 +533,36 @@ class Conductor:
       cell: its name.
       error: why; it is not raised, the run goes on without the cell.
     """
-    if cell in self._down:
+    post = self.state.fleet.posts.get(cell)
+    if cell in self._down or post is None:
       return
     self._down.add(cell)
-    life = self.state.fleet.posts[cell].life
     if cell in self._router.serving:
       down = error if isinstance(error, EngineDown) else EngineDown(str(error))
       self._router.fail(cell, down)
     if cell in self._transfers:
       self._transfers.pop(cell).cancel()
-    self._training.lost(cell, core=cell == self.state.fleet.core)
+    self._training.lost(cell)
     self._observer.role(cell, "down")
-    self._tell(sched.CellDown(self._clock(), cell, life))
+    self._start(self._notify())
+    if self._begun:
+      self._tell(sched.CellDown(self._clock(), cell, post.life))
+    else:
+      self._fallen.add(cell)
+
+  async def _notify(self) -> None:
+    async with self._news:
+      self._news.notify_all()
+
+  @property
+  def begun(self) -> bool:
+    """Whether every cell has had its first role."""
+    return self._begun
+
+  def fail(self, error: Exception) -> None:
+    """The run cannot go on: `run` raises the error."""
+    if self._failure is not None and not self._failure.done():
+      self._failure.set_exception(error)
 
   def cell_up(self, cell: str, worker: Worker) -> None:
     """A dead cell is there again.
@@ -465,4 +573,8 @@ class Conductor:
     """
     self._workers[cell] = worker
     self._down.discard(cell)
-    self._tell(sched.CellUp(self._clock(), cell))
+    self._start(self._notify())
+    if self.state.stopped:
+      self._start(self._serve_late(cell))
+    elif self._begun:
+      self._tell(sched.CellUp(self._clock(), cell))

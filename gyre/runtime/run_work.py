@@ -19,7 +19,7 @@ from gyre.config import Config
 from gyre.elastic import scheduler as sched
 from gyre.envs.task import Task
 from gyre.rollout.router import Router
-from gyre.runtime import collect, evaluate, reshard, sampler
+from gyre.runtime import collect, evaluate, publish, reshard, sampler
 from gyre.runtime.cell import Core, Worker
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.record import Record, peak_memory
@@ -240,8 +240,9 @@ class RunWork:
     """See conductor.Work."""
     return self._updates[update].rest()
 
-  async def training_weights(self, core: Core) -> Any:
+  async def training_weights(self, core: Core, version: int) -> Any:
     """See conductor.Work."""
+    del version
     return await core.weights()
 
   async def commit(
@@ -285,11 +286,15 @@ class RunWork:
 
   # Publication, and what follows it.
 
-  async def publishable(self, core: Core, version: int) -> Any:
+  async def publishable(self, core: Core | None, version: int) -> Any:
     """See conductor.Work: the core's own, or those of a checkpoint."""
-    if version == self.position.step:
+    if core is not None and version == self.position.step:
       return reshard.to_host(await core.weights())
     return Snapshot(version, str(self._checkpoints.path(version)))
+
+  async def deliver(self, weights: Any, version: int) -> None:
+    """See conductor.Work: each engine is checked to use them."""
+    await publish.publish_to_all(self._router, weights, version)
 
   async def published(self, version: int) -> None:
     """See conductor.Work: evaluates, and writes the step's line."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
   from gyre.runtime.conductor import Observer, Work
 
 _ERRORS = (CellError, EngineError)
+
+log = logging.getLogger(__name__)
 
 # News of a cell's death may come after the error that it causes.
 _GRACE_S = 10.0
@@ -38,8 +41,9 @@ class _Update:
     handed: sums that cells handed over.
     metrics: of each pass taken.
     told: that this pass is trained was told.
-    stepping: its sums are being combined and applied.
+    stepping: its sums are being combined and applied; nothing is claimed.
     lives: how often it began anew.
+    taking: held while a cell hands sums over.
   """
 
   claims: Claims
@@ -50,6 +54,7 @@ class _Update:
   told: bool = False
   stepping: bool = False
   lives: int = 0
+  taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
   def start_over(self) -> None:
     """Nothing has been computed."""
@@ -106,8 +111,10 @@ class Training:
     # The core's weights stand still while a satellite takes them.
     self._weights = asyncio.Lock()
 
-  def _update(self, number: int) -> _Update:
-    return self._updates.setdefault(number, _Update(Claims(number)))
+  @property
+  def hosted(self) -> bool:
+    """Whether there is a core, which has joined once."""
+    return bool(self._core)
 
   # Members.
 
@@ -124,13 +131,21 @@ class Training:
         self._core = cell
         await worker.join(None, self._held)
       else:
-        if not self._core:
-          raise CellError(f"{cell} cannot join: the core is lost")
-        weights = await self._work.training_weights(self._workers[self._core])
-        await worker.join(weights, self._held)
+        await self._take_weights(cell, worker)
       self._workers[cell] = worker
       self._alive.add(cell)
       self._ready.add(cell)
+
+  async def _take_weights(self, cell: str, worker: Worker) -> None:
+    """A satellite joins with the core's; while these stand still."""
+    core = self._core
+    if core:
+      weights = await self._work.training_weights(
+        self._workers[core], self._held
+      )
+      await worker.join(weights, self._held)
+    if not core or core != self._core:
+      raise CellError(f"{cell} cannot join: the core is lost")
 
   def enter(self, cell: str) -> None:
     """A cell that joined claims micro-steps from now on."""
@@ -151,35 +166,40 @@ class Training:
     self._leaving.discard(cell)
     self._members.pop(cell, None)
     self._ready.discard(cell)
+    async with self._weights:
+      pass  # it may be taking later weights
     update = self._updates.get(self._applied + 1)
     if update is not None:
       await self._take(update, cell)
     # What is left in its sums is of an update that began anew.
     await self._workers[cell].reset()
 
-  def lost(self, cell: str, *, core: bool) -> None:
+  def lost(self, cell: str) -> None:
     """A cell died: what it claimed and had not handed over is to do again.
+
+    Where it was the core, every update that is not committed begins anew.
 
     Args:
       cell: its name.
-      core: whether it was the core; then the update begins anew.
     """
     member = self._members.pop(cell, None)
-    self._alive.discard(cell)
-    self._ready.discard(cell)
+    for known in (self._alive, self._ready, self._leaving):
+      known.discard(cell)
+    if member is not None:
+      member.cancel()
+    core = cell == self._core
     if core:
       self._ready.clear()
       self._core = ""
-    if member is not None:
-      member.cancel()
     for update in self._updates.values():
       if core:
         update.start_over()
-      elif member is not None:
+      else:
         update.claims.give_back(cell)
         # The scheduler has forgotten that it was told, or soon will.
         update.told &= update.stepping
       self._start(self._settle(update))
+    self._start(self._notify())
 
   async def resize(self, core: Core, devices: Sequence[int]) -> None:
     """The core goes on on other devices; not while its weights are read."""
@@ -199,13 +219,17 @@ class Training:
     """
     unheard = version > self._applied
     self._updates.pop(version, None)
+    for update in self._updates.values():
+      update.start_over()
     self._workers[cell], self._core = core, cell
     self._applied = self._held = version
     self._alive.add(cell)
-    self._ready.add(cell)
-    for name in self._members:
-      await self._workers[name].reset()
+    self._ready = {cell}
+    for name in list(self._members):
+      await self._unless_dead(name, self._workers[name].reset())
     await self._refresh()
+    for update in list(self._updates.values()):
+      await self._settle(update)
     return unheard
 
   async def _member(self, cell: str) -> None:
@@ -221,7 +245,8 @@ class Training:
     async with self._news:
       while cell not in self._leaving:
         update = self._updates.get(self._applied + 1)
-        if update is not None and cell in self._ready:
+        free = update is not None and not update.stepping
+        if free and cell in self._ready:
           micro = update.claims.claim(cell)
           if micro is not None:
             return update, micro
@@ -245,18 +270,32 @@ class Training:
       update.parts[micro.index] = part
     await self._settle(update)
 
-  async def _died(self, cell: str) -> bool:
-    """Whether a cell that failed is dead; waits for the news."""
+  async def _died(self, *cells: str) -> bool:
+    """Whether one of these, on an error, is dead; waits for the news."""
 
     async def gone() -> None:
       async with self._news:
-        await self._news.wait_for(lambda: cell not in self._alive)
+        await self._news.wait_for(lambda: not self._alive.issuperset(cells))
 
     try:
       await asyncio.wait_for(gone(), _GRACE_S)
     except TimeoutError:
       return False
     return True
+
+  async def _unless_dead(
+    self, cell: str, work: Coroutine[Any, Any, None]
+  ) -> None:
+    """Asks something of a cell, unless it or the core dies meanwhile."""
+    core = self._core
+    try:
+      await work
+    except _ERRORS as error:
+      known = not self._alive.issuperset((cell, core))
+      if isinstance(error, CellError) and not known:
+        raise
+      if not await self._died(cell, core):
+        raise
 
   async def _notify(self) -> None:
     async with self._news:
@@ -266,7 +305,7 @@ class Training:
 
   def consume(self, group: int, number: int) -> None:
     """A group's micro-steps can be claimed."""
-    update = self._update(number)
+    update = self._updates.setdefault(number, _Update(Claims(number)))
     update.groups += 1
     for batch, groups in self._work.compose(number, group):
       update.claims.add(batch, groups)
@@ -289,53 +328,69 @@ class Training:
 
   async def _take(self, update: _Update, cell: str) -> None:
     """A cell hands its sums over; its death no longer loses them."""
-    if cell not in update.claims.members():
-      return
-    lives = update.lives
-    sums = await self._workers[cell].sums()
-    if update.lives == lives:
-      update.claims.hand_over(cell)
-      update.handed.append(sums)
+    async with update.taking:
+      if cell not in update.claims.members():
+        return
+      lives = update.lives
+      sums = await self._workers[cell].sums()
+      # It may have died since; what it gave back is trained again.
+      if update.lives == lives and cell in update.claims.members():
+        update.claims.hand_over(cell)
+        update.handed.append(sums)
 
   async def _step(self, update: _Update) -> bool:
     """One optimizer step on the sums of all; False where a death forbids it.
 
     What is lost with the death is trained again, and the step taken then.
     """
-    number, lives, cell = update.claims.update, update.lives, ""
+    claims, lives, cell = update.claims, update.lives, ""
+    if update.stepping or not (claims.drained and self._core):
+      return False
     update.stepping = True
     try:
-      for cell in update.claims.members():
+      for cell in claims.members():
         await self._take(update, cell)
-      cell = self._core
       async with self._weights:
         if update.lives != lives:
           return False
-        self._ready.clear()
-        with self._observer.span(cell, "update", update=number):
-          metrics = await self._workers[cell].apply(update.take(), number)
-        if update.lives != lives:
-          return False
-        self._held = number
-        self._ready.add(cell)
-        update.metrics.append(metrics)
+        if claims.drained:
+          cell = self._core
+          await self._apply(update, cell)
+          return update.lives == lives
     except _ERRORS:
       if not await self._died(cell):
         raise
+    if update.lives == lives:
       update.stepping = update.told = False
       await self._settle(update)
-      return False
-    return True
+    return False
+
+  async def _apply(self, update: _Update, core: str) -> None:
+    """The core takes a step; while nobody takes its weights."""
+    number, lives = update.claims.update, update.lives
+    self._ready.clear()
+    with self._observer.span(core, "update", update=number):
+      metrics = await self._workers[core].apply(update.take(), number)
+    if update.lives == lives:
+      self._held = number
+      self._ready.add(core)
+      update.metrics.append(metrics)
 
   async def _refresh(self) -> None:
     """Satellites in training take the core's weights again."""
     for name in [n for n in self._members if n not in self._ready]:
       try:
-        await self.join(name, self._workers[name], core=False)
-      except _ERRORS:
-        if not await self._died(name):
-          raise
+        await self._unless_dead(name, self._rejoin(name))
+      except CellError as error:
+        log.warning("%s does not help until it joins again: %s", name, error)
     await self._notify()
+
+  async def _rejoin(self, cell: str) -> None:
+    async with self._weights:
+      if cell in self._members and self._core:
+        await self._take_weights(cell, self._workers[cell])
+        if cell in self._members:
+          self._ready.add(cell)
 
   async def _next_pass(self, update: _Update) -> None:
     if await self._step(update):
@@ -354,8 +409,8 @@ class Training:
       Whether it is committed. Otherwise a death came between, and the update
       is told to be drained again; or it is under way already.
     """
-    update = self._update(number)
-    if update.stepping:
+    update = self._updates.get(number)
+    if update is None:
       return False
     lives, core = update.lives, self._core
     if not await self._step(update):
