@@ -283,7 +283,11 @@ def measure(
   ]
   lengths = [len(c.prompt_ids) for calls_ in recorded for c in calls_]
   strict = sum(c.boundary == "strict" for calls_ in recorded for c in calls_)
-  assert len(lengths) == len(added) == executions * calls
+  if not len(lengths) == len(added) == executions * calls:
+    raise RuntimeError(
+      f"{len(lengths)} calls recorded and {len(added)} answered of "
+      f"{executions * calls}"
+    )
   results = {
     "added_ms_median": statistics.median(added),
     "added_ms_p90": float(np.percentile(added, 90)),

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gyre.harness import conversation, openai_chat, tool_parsers, wire
+from gyre.harness import conversation, tool_parsers, wire
 
 _SAMPLING = (
   "temperature",
@@ -195,7 +195,7 @@ def parse(body: Mapping[str, Any]) -> wire.Asked:
     "must end with a user message",
     "messages",
   )
-  most = openai_chat.limit(body, "max_tokens")
+  most = wire.limit(body, "max_tokens")
   wire.require(most is not None, "Field required", "max_tokens")
   choice = wire.field(body, "tool_choice", dict, {})
   thinking = wire.field(body, "thinking", dict, {})
@@ -209,8 +209,8 @@ def parse(body: Mapping[str, Any]) -> wire.Asked:
     tools=asked.tools,
     stream=wire.field(body, "stream", bool, False),
     max_tokens=most,
-    stop=openai_chat.stops(body, "stop_sequences"),
-    sampling=openai_chat.sampling_of(body, _SAMPLING),
+    stop=wire.stops(body, "stop_sequences"),
+    sampling=wire.sampling(body, _SAMPLING),
     call_tools=choice.get("type") != "none",
     parallel=not choice.get("disable_parallel_tool_use"),
     show_reasoning=thinking.get("type") in ("enabled", "adaptive"),

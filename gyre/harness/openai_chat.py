@@ -79,47 +79,6 @@ def tool_of(value: Any, where: str) -> wire.Tool:
   )
 
 
-def sampling_of(
-  body: Mapping[str, Any], names: tuple[str, ...] = _SAMPLING
-) -> dict[str, Any]:
-  """Parameters of sampling, as they were sent.
-
-  Raises:
-    ApiError: one of the numbers is none.
-  """
-  for name in ("temperature", "top_p", "seed"):
-    wire.field(body, name, (int, float))
-  return {k: body[k] for k in names if body.get(k) is not None}
-
-
-def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-  """Stop sequences.
-
-  Raises:
-    ApiError: not one text or a list of them.
-  """
-  stop = wire.field(body, name, (str, list), [])
-  stop = [stop] if isinstance(stop, str) else stop
-  wire.require(
-    all(isinstance(s, str) for s in stop), f"{name} must hold texts", name
-  )
-  return tuple(s for s in stop if s)
-
-
-def limit(body: Mapping[str, Any], *names: str) -> int | None:
-  """The least of the limits given.
-
-  Raises:
-    ApiError: one is not a positive number.
-  """
-  given = {n: wire.field(body, n, int) for n in names}
-  for name, value in given.items():
-    wire.require(
-      value is None or value >= 1, f"{name} must be at least 1", name
-    )
-  return min((v for v in given.values() if v is not None), default=None)
-
-
 def _call(value: Any, where: str) -> wire.ToolCall:
   wire.require(isinstance(value, Mapping), f"{where} must be an object", where)
   function = wire.field(value, "function", dict, {})
@@ -181,9 +140,9 @@ def parse(body: Mapping[str, Any]) -> wire.Asked:
     ),
     tools=tuple(tool_of(t, f"tools[{i}]") for i, t in enumerate(tools)),
     stream=wire.field(body, "stream", bool, False),
-    max_tokens=limit(body, "max_tokens", "max_completion_tokens"),
-    stop=stops(body, "stop"),
-    sampling=sampling_of(body),
+    max_tokens=wire.limit(body, "max_tokens", "max_completion_tokens"),
+    stop=wire.stops(body, "stop"),
+    sampling=wire.sampling(body, _SAMPLING),
     call_tools=body.get("tool_choice") != "none",
     parallel=wire.field(body, "parallel_tool_calls", bool, True),
     include_usage=bool(options.get("include_usage")),

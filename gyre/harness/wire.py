@@ -202,6 +202,43 @@ def field(
   return value
 
 
+def sampling(body: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+  """Parameters of sampling, as they were sent.
+
+  Raises:
+    ApiError: one of the numbers is none.
+  """
+  for name in ("temperature", "top_p", "seed"):
+    field(body, name, (int, float))
+  return {k: body[k] for k in names if body.get(k) is not None}
+
+
+def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+  """Stop sequences.
+
+  Raises:
+    ApiError: not one text or a list of them.
+  """
+  stop = field(body, name, (str, list), [])
+  stop = [stop] if isinstance(stop, str) else stop
+  require(
+    all(isinstance(s, str) for s in stop), f"{name} must hold texts", name
+  )
+  return tuple(s for s in stop if s)
+
+
+def limit(body: Mapping[str, Any], *names: str) -> int | None:
+  """The least of the limits given.
+
+  Raises:
+    ApiError: one is not a positive number.
+  """
+  given = {n: field(body, n, int) for n in names}
+  for name, value in given.items():
+    require(value is None or value >= 1, f"{name} must be at least 1", name)
+  return min((v for v in given.values() if v is not None), default=None)
+
+
 def texts(content: Any, where: str, types: tuple[str, ...]) -> str:
   """Text of a message's content: a text, or parts of the given types.
 

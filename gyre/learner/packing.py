@@ -294,6 +294,32 @@ def _execution_weights(samples, execution, weights, count) -> np.ndarray:
   return total.astype(np.float32)
 
 
+def _numbered(
+  samples: Sequence[Sample], advantages: Mapping[str, float] | None
+) -> tuple[_Numbering, tuple[tuple[str, int], ...], tuple[str, ...]]:
+  """Numbers samples and executions; returns also the keys of both."""
+  names: dict[str, int] = {}
+  count_of: dict[str, int] = {}
+  execution = np.zeros(len(samples), int)
+  weights = np.zeros(len(samples))
+  advantage = np.ones(len(samples))
+  keys = []
+  for i, s in enumerate(samples):
+    execution[i] = names.setdefault(s.execution_id, len(names))
+    keys.append((s.execution_id, count_of.get(s.execution_id, 0)))
+    count_of[s.execution_id] = keys[-1][1] + 1
+    weights[i] = _sample_weight(s)
+    if advantages is not None:
+      advantage[i] = advantages[s.execution_id]
+  number = _Numbering(
+    execution,
+    advantage,
+    weights.astype(np.float32),
+    _execution_weights(samples, execution, weights, len(names)),
+  )
+  return number, tuple(keys), tuple(names)
+
+
 def _write_row(
   batch: Batch, r: int, trees: list[_Tree], samples, number: _Numbering, seen
 ) -> None:
@@ -386,30 +412,11 @@ def pack(
   samples = [s for s in samples if len(s.trained)]
   _check(samples, row_tokens, row_entries, advantages)
   limits = (row_tokens, np.inf if row_entries is None else row_entries)
-  names: dict[str, int] = {}
-  groups: dict[object, list] = {}
-  execution = np.zeros(len(samples), int)
-  weights = np.zeros(len(samples))
-  keys, count_of, flat = [], {}, 0
+  number, keys, names = _numbered(samples, advantages)
+  groups: dict[object, list[_Item]] = {}
   for i, s in enumerate(samples):
-    execution[i] = names.setdefault(s.execution_id, len(names))
-    keys.append((s.execution_id, count_of.get(s.execution_id, 0)))
-    count_of[s.execution_id] = keys[-1][1] + 1
-    weights[i] = _sample_weight(s)
-    flat += int(s.trained[-1])
-    key = s.group_id if share else i
-    groups.setdefault(key, []).append(_Item(i, _fed(s), len(s.trained)))
-  number = _Numbering(
-    execution,
-    np.array(
-      [
-        1.0 if advantages is None else advantages[s.execution_id]
-        for s in samples
-      ]
-    ),
-    weights.astype(np.float32),
-    _execution_weights(samples, execution, weights, len(names)),
-  )
+    item = _Item(i, _fed(s), len(s.trained))
+    groups.setdefault(s.group_id if share else i, []).append(item)
   trees: list[_Tree] = []
   for items in groups.values():
     _grow(trees, items, limits)
@@ -426,9 +433,9 @@ def pack(
       batches.append(batch)
   return Packed(
     batches=tuple(batches),
-    sample_keys=tuple(keys),
-    execution_ids=tuple(names),
-    tokens_flat=flat,
+    sample_keys=keys,
+    execution_ids=names,
+    tokens_flat=sum(int(s.trained[-1]) for s in samples),
     tokens_trained=sum(t.num_tokens for t in trees),
     tokens_padded=sum(b.tokens.size for b in batches),
     num_entries=sum(int(b.num_entries.sum()) for b in batches),
@@ -445,6 +452,9 @@ def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
     sample number -> ids, up to its last trained token; trained, logprobs,
     versions and weights as a Sample has them; the scalars execution and
     advantage.
+
+  Raises:
+    ValueError: targets are not the ids that follow.
   """
   out = {}
   for r in range(batch.tokens.shape[0]):
