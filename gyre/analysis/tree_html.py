@@ -56,7 +56,9 @@ def _hash(text: str) -> str:
 
 def _json(data: Any) -> str:
   """JSON that cannot end the element it stands in."""
-  text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+  text = json.dumps(
+    data, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+  )
   for c in "<>&\u2028\u2029":
     text = text.replace(c, f"\\u{ord(c):04x}")
   return text
@@ -71,6 +73,12 @@ def _runs(values: Sequence[Any]) -> list[Any]:
     else:
       out += [v, 1]
   return out
+
+
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+  """Log-probabilities that JSON has; what is none is as good as impossible."""
+  bound = 1e4
+  return np.nan_to_num(logprobs, nan=-bound, posinf=bound, neginf=-bound)
 
 
 def advantage_class(advantage: float) -> str:
@@ -110,7 +118,7 @@ def _samples(history: History, order: np.ndarray) -> dict[int, list[Any]]:
       [numbers[c], round(float(p), 4), v]
       for c, p, v in zip(
         tree.sample_call[span].tolist(),
-        tree.logprobs[span].tolist(),
+        _finite(tree.logprobs[span]).tolist(),
         tree.versions[span].tolist(),
         strict=True,
       )
@@ -176,7 +184,9 @@ def _data(
     "ids": [i for i, _ in vocabulary],
     "special": [int(i in pieces.special) for i, _ in vocabulary],
     "tokens": tokens,
-    "logprob": np.rint(history.logprob[order] * 1000).astype(int).tolist(),
+    "logprob": np.rint(_finite(history.logprob[order]) * 1000)
+    .astype(int)
+    .tolist(),
     "call": _runs(history.call[order].tolist()),
     "version": _runs(history.version[order].tolist()),
     "times": _runs(history.multiplicity[order].tolist()),

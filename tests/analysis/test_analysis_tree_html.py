@@ -1,8 +1,10 @@
 """The page holds all that is known of the tree, and asks for nothing else."""
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
+import itertools
 import json
 import re
 
@@ -221,6 +223,25 @@ def test_an_execution_without_calls_has_a_page():
   history = branches.history(Execution("e", "g", 0, "t"))
   page = _Page(tree_html.render(history))
   assert "No call was recorded." in page.texts["p", None]
+
+
+def test_logprobs_that_are_no_numbers_leave_a_page():
+  execution = branching.everything()
+  bad = itertools.cycle([float("nan"), float("-inf"), float("inf")])
+  calls = [
+    dataclasses.replace(c, logprobs=[next(bad) for _ in c.logprobs])
+    for c in execution.calls
+  ]
+  execution = dataclasses.replace(execution, calls=tuple(calls))
+
+  def refuse(word):
+    raise ValueError(f"{word} is not JSON")
+
+  page = _Page(tree_html.render(branches.history(execution)))
+  text = "".join(page.texts["script", "data"])
+  data = json.loads(text, parse_constant=refuse)
+  assert len(data["logprob"]) == len(data["tokens"])
+  assert min(data["logprob"]) == -1e7 and data["samples"]
 
 
 def test_a_page_of_many_tokens_is_small():
