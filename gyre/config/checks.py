@@ -183,11 +183,9 @@ def _check_elastic(config: Config) -> None:
     f"elastic.trainer needs engines beside it: elastic.standalone "
     f"{e.standalone} must be all others of elastic.cells {e.cells}",
   )
-  for name, least in (("standalone", 0), ("window", 0), ("slots", 0)):
+  for name in ("standalone", "window", "slots", "restarts"):
     value = getattr(e, name)
-    _require(
-      value >= least, f"elastic.{name} must not be negative, got {value}"
-    )
+    _require(value >= 0, f"elastic.{name} must not be negative, got {value}")
   width = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
   for after, devices in e.resize.items():
     _require(
@@ -195,6 +193,11 @@ def _check_elastic(config: Config) -> None:
       f"elastic.resize maps updates to 1 to {width} devices of the first cell, "
       f"got {after!r}: {devices!r}",
     )
+  _require(
+    not (e.resize and e.launcher == "local"),
+    "elastic.resize needs elastic.launcher 'inprocess': a process holds its "
+    f"cell's devices for good; they are {dict(e.resize)} and {e.launcher!r}",
+  )
   least = -(-whole // batch) + e.mu - 1
   _require(
     e.max_staleness == -1 or e.max_staleness >= least,

@@ -281,6 +281,8 @@ class Elastic:
   resize: after an update, on how many of its devices the first cell trains;
   the others serve, until it takes them back. {"3": 4, "6": 8}.
   launcher: "inprocess" (cells share this process) or "local" (a process each).
+  restarts: of a cell's process that dies again and again; then the run goes on
+  without the cell.
   """
 
   cells: int = 1
@@ -295,6 +297,7 @@ class Elastic:
   slots: int = 0
   resize: Mapping[str, int] = dataclasses.field(default_factory=dict)
   launcher: Literal["inprocess", "local"] = "inprocess"
+  restarts: int = 8
 
 
 @dataclasses.dataclass(frozen=True)

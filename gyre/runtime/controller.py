@@ -15,8 +15,8 @@ from typing import Any
 from gyre.config import Config
 from gyre.elastic import scheduler as sched
 from gyre.rollout.router import Router
-from gyre.runtime import metrics, reshard, run_work, warm_start
-from gyre.runtime.cell_worker import CellWorker, CoreWorker
+from gyre.runtime import launchers, metrics, reshard, run_work, warm_start
+from gyre.runtime.cell import Worker
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.conductor import Conductor
 from gyre.runtime.launch import Launched
@@ -27,7 +27,6 @@ from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import Trainer, supervised
 from gyre.runtime.watch import Watch, engine_of
 from gyre.store.rollouts import RolloutStore
-from gyre.types import Snapshot
 
 # Cells of a run with one; the supervised phase is the first's.
 CORE = "cell 0"
@@ -132,9 +131,29 @@ class Controller:
       self.position.step if self.position.phase == "train" else 0,
       tracks=_tracks(config),
     )
-    self.router = Router()
+    self._cells = self._launcher()
+    self.router = Router(on_down=self._cells.failed)
     self._clock = time.monotonic()
     self._wall_before = self.position.wall_s
+
+  def _launcher(self) -> launchers.InProcess | launchers.Local:
+    config, reference = self.config, self.checkpoints.reference
+    if config.elastic.launcher == "local":
+      return launchers.Local(
+        layout(config),
+        config,
+        self._launched.model_cfg,
+        self.directory,
+        reference=reference,
+        say=self.record.progress.line,
+      )
+    return launchers.InProcess(
+      layout(config),
+      config,
+      self.trainer,
+      self._launched.meshes[0],
+      reference=reference,
+    )
 
   # Resume.
 
@@ -145,6 +164,10 @@ class Controller:
     if path is None:
       return
     warm = path.name.startswith("warm_")
+    if self.config.elastic.launcher == "local" and not warm:
+      # The state is taken, and verified, by the process of the core.
+      self.position = Position(**reshard.read_meta(path))
+      return
     trainer = self._make_warm_trainer() if warm else self.trainer
     self.position = Position(**trainer.restore(path))
 
@@ -176,39 +199,17 @@ class Controller:
         self.record.progress.line(f"resuming {p.phase} after step {p.step}")
       if self.position.phase == "warm":
         await self._begin()
-      workers = self._workers()
+      if self.config.elastic.launcher == "local":
+        self.trainer.state = None  # the core's process has it from the disk
+      state = self.checkpoints.path(self.position.step)
       try:
-        await self._conduct(workers)
+        await self._conduct(await self._cells.start(state))
         return self.record.rows()
       finally:
         await self.router.close()
-        for worker in workers.values():
-          await worker.close()
+        await self._cells.close()
 
-  def _workers(self) -> dict[str, CellWorker]:
-    """The cells of this process; the first holds the state."""
-    workers: dict[str, CellWorker] = {}
-    for cell in layout(self.config):
-      if cell.name == CORE:
-        made = CoreWorker(CORE, self.trainer, self.config)
-        self._give_reference(made)
-      else:
-        made = self._worker(cell)
-      workers[cell.name] = made
-    return workers
-
-  def _worker(self, cell: sched.Cell) -> CellWorker:
-    """A cell of this process other than the core."""
-    mesh = reshard.resized(self._launched.meshes[0], cell.devices)
-    made = CellWorker(cell.name, self.trainer.on(mesh), self.config)
-    self._give_reference(made)
-    return made
-
-  def _give_reference(self, worker: CellWorker) -> None:
-    if self.config.learner.kl_coef:
-      worker.reference = Snapshot(0, str(self.checkpoints.reference))
-
-  async def _conduct(self, workers: dict[str, CellWorker]) -> None:
+  async def _conduct(self, workers: dict[str, Worker]) -> None:
     config, e = self.config, self.config.elastic
     watch = Watch(self.record, self.store)
     work = RunWork(
@@ -223,7 +224,8 @@ class Controller:
       watch=watch,
       row_multiple=workers[CORE].row_multiple,
       wall_s=self.wall_s,
-      worker=self._worker,
+      worker=self._cells.worker,
+      snapshots=self._cells.snapshots,
     )
     state = sched.begin(
       layout(config),
@@ -236,6 +238,7 @@ class Controller:
     )
     conductor = Conductor(state, workers, work, self.router, watch)
     work.resize_after(e.resize, conductor.ask_resize)
+    self._cells.supervise(conductor)
     await conductor.run()
 
   def close(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,13 +63,63 @@ def use_compilation_cache(directory: pathlib.Path) -> pathlib.Path | None:
   return path
 
 
+def cache_directory() -> pathlib.Path:
+  """Returns where compiled programs are kept by default."""
+  return pathlib.Path("~/.cache/gyre/jax").expanduser()
+
+
+def cells_platform() -> str:
+  """Returns the platform of JAX in the processes of cells.
+
+  JAX_PLATFORMS names it; else it is the GPU where there is one and JAX can
+  use it. This process need not have looked at its devices.
+  """
+  if named := os.environ.get("JAX_PLATFORMS"):
+    return named
+  found = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+  plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+  usable = any(importlib.util.find_spec(p) is not None for p in plugins)
+  return "cuda" if found and usable else "cpu"
+
+
+def visible(devices: Sequence[int]) -> tuple[int | str, ...]:
+  """Returns accelerators as CUDA_VISIBLE_DEVICES names them for a cell.
+
+  Args:
+    devices: their numbers among those that this process may use.
+
+  Raises:
+    ConfigError: it may not use so many.
+  """
+  named = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if named is None:
+    return tuple(devices)
+  mine = [x.strip() for x in named.split(",") if x.strip()]
+  if max(devices) >= len(mine):
+    raise ConfigError(
+      f"cells need {max(devices) + 1} devices, CUDA_VISIBLE_DEVICES names "
+      f"{len(mine)}: {named!r}"
+    )
+  return tuple(mine[i] for i in devices)
+
+
+def _cells_here(config: Config) -> int:
+  """Cells whose devices this process holds.
+
+  Where each has a process of its own, this one has a mesh on the CPU for the
+  supervised phase.
+  """
+  e = config.elastic
+  return 1 if e.launcher == "local" else e.cells
+
+
 def cell_meshes(config: Config) -> tuple[jax.sharding.Mesh, ...]:
-  """Returns the mesh of each cell, over devices of its own.
+  """Returns the mesh of each cell of this process, over devices of its own.
 
   Raises:
     ConfigError: devices are missing; says how many.
   """
-  m, cells = config.mesh, config.elastic.cells
+  m, cells = config.mesh, _cells_here(config)
   width = m.data * m.fsdp * m.tensor
   devices, need = jax.devices(), cells * width
   if need > len(devices):
@@ -94,10 +145,13 @@ def use_host_devices(config: Config) -> None:
   """On a CPU, makes a device for each one that the cells need.
 
   Only before the first use of JAX's devices, and where nothing else says how
-  many there are to be.
+  many there are to be. Where cells have processes of their own, this one
+  holds no accelerator.
   """
+  if config.elastic.launcher == "local":
+    jax.config.update("jax_platforms", "cpu")
   m = config.mesh
-  need = config.elastic.cells * m.data * m.fsdp * m.tensor
+  need = _cells_here(config) * m.data * m.fsdp * m.tensor
   flags = os.environ.get("XLA_FLAGS", "")
   if need > 1 and "host_platform_device_count" not in flags:
     jax.config.update("jax_num_cpu_devices", need)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 
-from gyre.config import Config, ConfigError
+from gyre.config import Config, ConfigError, Elastic
 from gyre.envs.sandbox import SandboxError, prune
 from gyre.envs.task import TaskError
 from gyre.learner import state as state_lib
@@ -48,7 +49,13 @@ EXPECTED = (
 )
 
 # While evaluating, these may differ from what the run was trained with.
-_EVAL_FREE = ("run.steps", "eval.", "sandbox.", "rollout.max_slots")
+_EVAL_FREE = (
+  "run.steps",
+  "elastic.",
+  "eval.",
+  "sandbox.",
+  "rollout.max_slots",
+)
 
 
 class _Lines(logging.Handler):
@@ -79,8 +86,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _cache() -> None:
-  home = pathlib.Path("~/.cache/gyre/jax").expanduser()
-  launch.use_compilation_cache(home)
+  launch.use_compilation_cache(launch.cache_directory())
 
 
 def train(config: Config, directory: pathlib.Path) -> None:
@@ -162,6 +168,8 @@ def evaluate_only(
   if not (directory / workdir.CONFIG).exists():
     raise ConfigError(f"{directory} holds no run")
   workdir.check_config(directory, config, _EVAL_FREE)
+  # One cell, of this process, is enough.
+  config = dataclasses.replace(config, elastic=Elastic())
   checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
   path = checkpoints.resolve(which)
   tasks = TaskSource(config)

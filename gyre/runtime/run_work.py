@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,11 +28,13 @@ from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.updates import Update, score_group
 from gyre.runtime.watch import Watch
+from gyre.store import manifest
 from gyre.store.rollouts import RolloutStore
 from gyre.trajectory.score import reward
 from gyre.types import Batch, Execution, Group, Snapshot
 
 PHASE = "train"
+_WEIGHTS = "weights"
 
 
 class RolloutError(RuntimeError):
@@ -118,6 +121,7 @@ class RunWork:
     row_multiple: int,
     wall_s: Callable[[], float],
     worker: Callable[[sched.Cell], Worker],
+    snapshots: pathlib.Path | None = None,
   ):
     """Takes what the run is made of; nothing is done.
 
@@ -128,8 +132,11 @@ class RunWork:
       row_multiple: rows of a micro-step are a multiple of it.
       wall_s: seconds that the run took so far, over all resumes.
       worker: makes the worker of a cell that a resize has brought about.
+      snapshots: where weights of no checkpoint are written for cells of other
+        processes; None: cells take arrays.
     """
     self.worker = worker
+    self._snapshots = snapshots
     self.passes = config.learner.updates_per_batch
     self.ordered = config.run.deterministic
     self.position = position
@@ -241,9 +248,18 @@ class RunWork:
     return self._updates[update].rest()
 
   async def training_weights(self, core: Core, version: int) -> Any:
-    """See conductor.Work."""
-    del version
-    return await core.weights()
+    """See conductor.Work: arrays, or where other processes can read them."""
+    if self._snapshots is None:
+      return await core.weights()
+    self._remove_snapshot()
+    if version == self.position.step:
+      return Snapshot(version, str(self._checkpoints.path(version)))
+    return await core.snapshot(self._snapshots / _WEIGHTS)
+
+  def _remove_snapshot(self) -> None:
+    """Of weights between two passes; whoever joined has read it."""
+    if self._snapshots is not None and (self._snapshots / _WEIGHTS).exists():
+      manifest.remove(self._snapshots / _WEIGHTS)
 
   async def commit(
     self, core: Core, update: int, metrics: Sequence[Mapping[str, Any]]
@@ -258,7 +274,7 @@ class RunWork:
     )
     row["perf/peak_memory"] = peak_memory()
     mine = [s.group.group_id for s in made.groups]
-    self.position = dataclasses.replace(
+    position = dataclasses.replace(
       self.position,
       step=update,
       consumed=self.position.consumed | dict.fromkeys(mine, update),
@@ -267,10 +283,18 @@ class RunWork:
       wall_s=self._wall_s(),
     )
     await core.save(
-      self._checkpoints.path(update), dataclasses.asdict(self.position)
+      self._checkpoints.path(update), dataclasses.asdict(position)
     )
-    self._unwritten = True
+    self._committed(position)
+
+  def _committed(self, position: Position) -> None:
+    """An update's state and what it consumed are durable."""
+    self.position, self._unwritten = position, True
+    update = position.step
+    made = self._updates[update]
+    mine = [s.group.group_id for s in made.groups]
     self._store.mark_consumed(mine, update)
+    self._remove_snapshot()
     if update in self._sizes:
       self._ask(self._sizes[update])
     del self._updates[update]
@@ -279,16 +303,24 @@ class RunWork:
       del self._finished[scored.group.index]
 
   async def rehost(self, core: Core) -> int:
-    """See conductor.Work."""
-    meta = await core.restore(self._checkpoints.path(self.position.step))
-    await core.join(None, meta["step"])
-    return meta["step"]
+    """See conductor.Work.
+
+    What is on disk decides: the core may have died after it committed an
+    update, and before it could say so.
+    """
+    newest = self._checkpoints.steps()[-1]
+    meta = await core.restore(self._checkpoints.path(newest))
+    if newest > self.position.step:
+      self._committed(Position(**meta))
+    await core.join(None, newest)
+    return newest
 
   # Publication, and what follows it.
 
   async def publishable(self, core: Core | None, version: int) -> Any:
     """See conductor.Work: the core's own, or those of a checkpoint."""
-    if core is not None and version == self.position.step:
+    arrays = core is not None and self._snapshots is None
+    if arrays and version == self.position.step:
       return reshard.to_host(await core.weights())
     return Snapshot(version, str(self._checkpoints.path(version)))
 

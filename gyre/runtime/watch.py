@@ -99,6 +99,8 @@ class Watch:
     if before in ("rollout", "train"):
       track = engine_of(cell) if before == "rollout" else cell
       self._record.timeline.complete(track, before, since, now)
+    if role == "down":
+      self._record.timeline.instant(cell, "down")
     self._roles[cell] = (role, now)
     self._record.progress.role(cell, role.replace("_", " "))
     for name, of in (
@@ -153,7 +155,8 @@ class Watch:
     now = self._clock()
     busy = {name: b.take() for name, b in self._busy.items()}
     rollout_s, train_s = busy["rollout"][1], busy["train"][1]
-    tokens = generated_tokens - self._tokens
+    # The counts of an engine that died are lost with it.
+    tokens = max(0, generated_tokens - self._tokens)
     step_s, self._since, self._tokens = now - self._since, now, generated_tokens
     switches, self._switches = self._switches, 0
     return {

@@ -21,7 +21,7 @@ from gyre.config import Config, ConfigError
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-_FREE = ("run.steps",)
+_FREE = ("run.steps", "elastic.launcher", "elastic.restarts")
 
 
 class Lock:
