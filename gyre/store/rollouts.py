@@ -12,7 +12,6 @@ common.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -22,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from gyre.store import schema
+from gyre.store import rows, schema
 from gyre.trajectory.prefixes import Prefixes
-from gyre.types import Call, Execution, Group, Outcome, Sample
+from gyre.types import Call, Execution, Group, Sample
 
 _WAIT_S = 10
 _LOG_BYTES = 1 << 22
@@ -32,56 +31,6 @@ _LOG_BYTES = 1 << 22
 
 class StoreError(RuntimeError):
   """The store refuses, cannot write or is damaged; the message is one line."""
-
-
-def _blob(x: Any, dtype: str) -> bytes:
-  return np.ascontiguousarray(x, dtype).tobytes()
-
-
-def _array(blob: bytes, dtype: str) -> np.ndarray:
-  return np.frombuffer(blob, dtype).astype(dtype[1:], copy=True)
-
-
-def _same(told: int, found: int, what: str) -> None:
-  if told != found:
-    raise ValueError(f"{found} {what} where {told} were written")
-
-
-def _bits(blob: bytes, count: int) -> np.ndarray:
-  """The first `count` bits; numpy reads past the end where some lack."""
-  _same(-(-count // 8), len(blob), "bytes of a mask")
-  return np.unpackbits(np.frombuffer(blob, np.uint8), count=count)
-
-
-def _json(x: Any) -> str:
-  return json.dumps(x, sort_keys=True)
-
-
-def _call(execution_id: str, row: tuple, prompt_ids: np.ndarray) -> Call:
-  """A call from its row; see iter_calls."""
-  return Call(
-    execution_id=execution_id,
-    call_id=row[0],
-    group_id=row[1],
-    prompt_ids=prompt_ids,
-    completion_ids=_array(row[5], "<i4"),
-    logprobs=_array(row[6], "<f4"),
-    versions=_array(row[7], "<i4"),
-    finish_reason=row[8],
-    parent_hint=row[9],
-    role=row[10],
-    routing=row[11],
-    t_start=row[12],
-    t_end=row[13],
-    engine=row[14],
-    sampling_asked=json.loads(row[15]),
-    sampling_used=json.loads(row[16]),
-    boundary=row[17],
-  )
-
-
-def _sequence(call: Call) -> np.ndarray:
-  return np.concatenate([call.prompt_ids, call.completion_ids])
 
 
 class RolloutStore:
@@ -232,12 +181,12 @@ class RolloutStore:
   def groups(self, phase: str | None = None) -> list[Group]:
     """Returns the groups in dispatch order, without their executions."""
     where, args = ("", ()) if phase is None else (" WHERE phase = ?", (phase,))
-    rows = self._rows(
+    found = self._rows(
       f"SELECT group_id, idx, task_id, version FROM groups{where}"
       " ORDER BY phase, idx, group_id",
       args,
     )
-    return [Group(*row) for row in rows]
+    return [Group(*row) for row in found]
 
   def group(self, group_id: str) -> Group | None:
     """Returns a group with its finished executions, or None."""
@@ -294,36 +243,25 @@ class RolloutStore:
           f"call {call.call_id} is of execution {call.execution_id}, not "
           f"{e.execution_id}"
         )
-    outcome = e.outcome and _json(dataclasses.asdict(e.outcome))
-    row = (e.execution_id, e.group_id, e.index, e.task_id, e.version, e.seed)
-    row += (e.truncated, e.turns, e.outcome and e.outcome.status)
-    row += (e.outcome and e.outcome.score, outcome)
-    row += (_json([dict(m) for m in e.messages]), e.t_start, e.t_end)
     try:
       with self._transaction():
         self._db.execute(
-          f"INSERT INTO executions VALUES ({','.join('?' * 14)})", row
+          f"INSERT INTO executions VALUES ({','.join('?' * 14)})",
+          rows.of_execution(e),
         )
         known = Prefixes()
         for i, call in enumerate(e.calls):
           base, shared = known.match(call.prompt_ids)
           known.add(i, call.prompt_ids, call.completion_ids)
-          self._put_call(i, call, base, shared)
+          self._db.execute(
+            f"INSERT INTO calls VALUES ({','.join('?' * 20)})",
+            rows.of_call(call, i, base, shared),
+          )
     except StoreError as error:
       name = getattr(error.__cause__, "sqlite_errorname", "")
       if name == "SQLITE_CONSTRAINT_PRIMARYKEY":
         raise StoreError(f"execution {e.execution_id} is stored") from None
       raise
-
-  def _put_call(self, i: int, c: Call, base: int | None, shared: int) -> None:
-    row = (c.execution_id, i, c.call_id, c.group_id, base, shared)
-    row += (_blob(c.prompt_ids[shared:], "<i4"),)
-    row += (_blob(c.completion_ids, "<i4"), _blob(c.logprobs, "<f4"))
-    row += (_blob(c.versions, "<i4"), c.finish_reason, c.parent_hint, c.role)
-    row += (c.routing, c.t_start, c.t_end, c.engine)
-    row += (_json(dict(c.sampling_asked)), _json(dict(c.sampling_used)))
-    row += (c.boundary,)
-    self._db.execute(f"INSERT INTO calls VALUES ({','.join('?' * 20)})", row)
 
   def iter_calls(self, execution_id: str) -> Iterator[Call]:
     """Yields an execution's calls in order, bit for bit.
@@ -338,7 +276,7 @@ class RolloutStore:
         (execution_id,),
       )
     )
-    rows = self._rows(
+    found = self._rows(
       "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
       " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
       f" engine, asked, used, {self._column('boundary')} FROM calls"
@@ -346,19 +284,19 @@ class RolloutStore:
       (execution_id,),
     )
     tokens: dict[int, np.ndarray] = {}
-    for ordinal, row in enumerate(rows):
+    for ordinal, row in enumerate(found):
       with self._reading(f"call {row[0]} of execution {execution_id}"):
         base, shared = row[2:4]
-        prompt_ids = _array(row[4], "<i4")
+        prompt_ids = rows.array(row[4], "<i4")
         if base is not None:
           before = tokens[base][:shared]
-          _same(shared, len(before), "shared ids")
+          rows.same(shared, len(before), "shared ids")
           prompt_ids = np.concatenate([before, prompt_ids])
           if last_use[base] == ordinal:
             del tokens[base]
-        call = _call(execution_id, row, prompt_ids)
+        call = rows.call(execution_id, row, prompt_ids)
       if ordinal in last_use:
-        tokens[ordinal] = _sequence(call)
+        tokens[ordinal] = np.concatenate([prompt_ids, call.completion_ids])
       yield call
 
   def _runs(
@@ -380,7 +318,7 @@ class RolloutStore:
           " WHERE execution_id = ? AND ordinal = ?",
           *key,
         )
-        known[key] = base, shared, _array(prompt + completion, "<i4")
+        known[key] = base, shared, rows.array(prompt + completion, "<i4")
       ordinal, shared, own = known[key]
       if length > shared:
         parts.append(own[: length - shared])
@@ -399,29 +337,15 @@ class RolloutStore:
       return None
     calls = tuple(self.iter_calls(execution_id))
     with self._reading(f"execution {execution_id}"):
-      return Execution(
-        execution_id=row[0],
-        group_id=row[1],
-        index=row[2],
-        task_id=row[3],
-        version=row[4],
-        seed=row[5],
-        calls=calls,
-        outcome=None if row[8] is None else Outcome(**json.loads(row[8])),
-        truncated=row[6],
-        turns=row[7],
-        messages=tuple(json.loads(row[9])),
-        t_start=row[10],
-        t_end=row[11],
-      )
+      return rows.execution(row, calls)
 
   def executions(self, group_id: str) -> list[Execution]:
     """Returns a group's finished executions in order of index."""
-    rows = self._rows(
+    found = self._rows(
       "SELECT execution_id FROM executions WHERE group_id = ? ORDER BY idx",
       (group_id,),
     )
-    return [self.execution(row[0]) for row in list(rows)]
+    return [self.execution(row[0]) for row in list(found)]
 
   def execution_ids(self, phase: str | None = None) -> list[str]:
     """Returns the ids of all finished executions, of one phase or all."""
@@ -444,13 +368,13 @@ class RolloutStore:
       (index of its group, index in it, status, seconds) of each, in order;
       status is None where it was never verified.
     """
-    rows = self._rows(
+    found = self._rows(
       "SELECT groups.idx, executions.idx, status, t_end - t_start"
       " FROM executions JOIN groups USING (group_id) WHERE phase = ?"
       " ORDER BY 1, 2",
       (phase,),
     )
-    return list(rows)
+    return list(found)
 
   def drop_newer(self, version: int) -> list[str]:
     """Forgets executions sampled by weights newer than `version`.
@@ -461,11 +385,11 @@ class RolloutStore:
     Returns:
       The ids dropped.
     """
-    rows = self._rows(
+    found = self._rows(
       "SELECT execution_id FROM executions WHERE version > ? ORDER BY 1",
       (version,),
     )
-    ids = [r[0] for r in rows]
+    ids = [r[0] for r in found]
     if ids:
       with self._transaction():
         one = [(i,) for i in ids]
@@ -493,28 +417,24 @@ class RolloutStore:
       advantages: execution_id -> advantage.
     """
     known: dict[str, Prefixes] = {}
-    rows = []
+    stored = []
     for i, s in enumerate(samples):
       if s.execution_id not in known:
         known[s.execution_id] = Prefixes()
         for j, call in enumerate(self.iter_calls(s.execution_id)):
           known[s.execution_id].add(j, call.prompt_ids, call.completion_ids)
       base, shared = known[s.execution_id].match(*s.runs)
-      row = (step, i, s.execution_id, s.group_id, s.role)
-      row += (advantages.get(s.execution_id), s.length, base, shared)
-      row += (_blob(s.ids[shared:], "<i4"), np.packbits(s.mask).tobytes())
-      row += (_blob(s.logprobs, "<f4"), _blob(s.versions, "<i4"))
-      row += (None if s.weights is None else _blob(s.weights, "<f8"),)
-      rows.append((*row, s.execution_weight))
+      advantage = advantages.get(s.execution_id)
+      stored.append(rows.of_sample(s, step, i, advantage, base, shared))
     with self._transaction():
       self._db.execute("DELETE FROM samples WHERE step = ?", (step,))
       self._db.executemany(
-        f"INSERT INTO samples VALUES ({','.join('?' * 15)})", rows
+        f"INSERT INTO samples VALUES ({','.join('?' * 15)})", stored
       )
 
   def samples(self, step: int) -> list[tuple[Sample, float | None]]:
     """Returns (sample, advantage) of a step, in the order of packing."""
-    rows = self._rows(
+    found = self._rows(
       "SELECT execution_id, group_id, role, advantage, length, base, base_len,"
       f" ids, mask, logprobs, versions, {self._column('weights')},"
       f" {self._column('execution_weight')} FROM samples WHERE step = ?"
@@ -522,24 +442,10 @@ class RolloutStore:
       (step,),
     )
     out, known = [], {}
-    for row in list(rows):
-      length, base, shared = row[4:7]
+    for row in list(found):
       with self._reading(f"a sample of step {step}, execution {row[0]},"):
-        runs = self._runs(row[0], base, shared, known)
-        bits = _bits(row[8], length)
-        sample = Sample(
-          execution_id=row[0],
-          group_id=row[1],
-          runs=(*runs, _array(row[7], "<i4")),
-          trained=np.flatnonzero(bits),
-          logprobs=_array(row[9], "<f4"),
-          versions=_array(row[10], "<i4"),
-          role=row[2],
-          weights=None if row[11] is None else _array(row[11], "<f8"),
-          execution_weight=row[12],
-        )
-        _same(length, sample.length, "ids")
-      out.append((sample, row[3]))
+        runs = self._runs(row[0], *row[5:7], known)
+        out.append((rows.sample(row, runs), row[3]))
     return out
 
   # Events.
@@ -551,7 +457,7 @@ class RolloutStore:
     with self._transaction():
       self._db.execute(
         "INSERT INTO events (step, kind, payload, t) VALUES (?,?,?,?)",
-        (step, kind, _json(dict(payload)), t),
+        (step, kind, rows.text(dict(payload)), t),
       )
 
   def events(self, kind: str | None = None) -> list[dict[str, Any]]:
