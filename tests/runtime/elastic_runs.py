@@ -8,6 +8,7 @@ from gyre.elastic import scheduler as sched
 from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineDown
 from gyre.runtime import emulated_run
+from gyre.runtime import emulation as emulation_lib
 from gyre.runtime.cell import CellError
 from gyre.sim import workload
 
@@ -51,10 +52,10 @@ def emulation(
     "parts": 2,
     "calls": 2,
   }
-  return emulated_run.Emulation(**(fields | changes))
+  return emulation_lib.Emulation(**(fields | changes))
 
 
-class UnevenWork(emulated_run.EmulatedWork):
+class UnevenWork(emulation_lib.EmulatedWork):
   """No two micro-steps of an update have the same share; they add up to 1."""
 
   def compose(self, update, group):

@@ -26,6 +26,7 @@ from elastic_runs import (
 
 from gyre.elastic import scheduler as sched
 from gyre.runtime import emulated_run, event_log
+from gyre.runtime import emulation as emulation_lib
 from gyre.sim import tables, workload
 
 GRID = [(phi, mu) for phi in (0, 0.25, 0.5, 1, 1.5, 2.3) for mu in (1, 2, 3, 5)]
@@ -109,7 +110,7 @@ def test_the_law_on_the_whole_grid(phi, mu):
 @pytest.mark.parametrize("name", ["A0", "C0", "C1", "E0"])
 def test_a_run_takes_the_hours_that_the_simulator_predicts(name):
   (design,) = [d for d in tables.TABLE_1 if d.id == name]
-  e = emulated_run.of_design(design, tables.CALIBRATION, seed=0, steps=3)
+  e = emulation_lib.of_design(design, tables.CALIBRATION, seed=0, steps=3)
   e = dataclasses.replace(
     e,
     calls=2,

@@ -1,0 +1,64 @@
+"""gyre, Async and Colocate over processes and the clock on the wall.
+
+The acceptance line, three seeds at 1 h = 10 s, side by side (5 minutes):
+
+  python -m pytest tests/runtime/test_emulated_run.py -m slow -s
+"""
+
+import asyncio
+
+import pytest
+
+from gyre.runtime import emulated_run
+from gyre.sim import tables
+
+DESIGNS = [d for d in tables.TABLE_1 if d.id in ("A0", "C0", "E0")]
+
+
+def compare(directory, seed, **options):
+  """Speed-ups of gyre over the others, checked against the simulator's."""
+  compared = asyncio.run(
+    emulated_run.compare(
+      DESIGNS, tables.CALIBRATION, directory, seed=seed, **options
+    )
+  )
+  check(seed, compared, options["steps"])
+
+
+def check(seed, compared, steps):
+  for c in compared:
+    print(
+      f"seed {seed} {c.design.id}: {c.measured.hours:.2f} h, predicted "
+      f"{c.predicted.hours:.2f} h"
+    )
+    assert len(c.measured.staleness) == steps * c.design.law.batch
+    shares = [row["emulated/share"] for _, row in c.measured.metrics]
+    assert shares == pytest.approx([1.0] * steps)
+  for name, (predicted, measured) in emulated_run.speed_ups(compared).items():
+    print(f"seed {seed} over {name}: {measured:.3f}, predicted {predicted:.3f}")
+    assert measured == pytest.approx(predicted, rel=0.1)
+
+
+def test_speed_ups_are_the_simulators(tmp_path):
+  compare(tmp_path, 0, steps=4, speedup=1800.0, calls=2)
+
+
+@pytest.mark.slow
+def test_speed_ups_of_three_seeds_at_10_s_an_hour(tmp_path):
+  async def main():
+    return await asyncio.gather(
+      *(
+        emulated_run.compare(
+          DESIGNS,
+          tables.CALIBRATION,
+          tmp_path / str(seed),
+          seed=seed,
+          steps=tables.STEPS_1,
+          speedup=360.0,
+        )
+        for seed in range(3)
+      )
+    )
+
+  for seed, compared in enumerate(asyncio.run(main())):
+    check(seed, compared, tables.STEPS_1)
