@@ -115,7 +115,12 @@ class Proxy:
     self._executions: dict[str, recorder.Execution] = {}
     # A fault of ours is told in the API's shape too; the server still logs it.
     self.app = starlette.applications.Starlette(
-      routes=self._routes(), exception_handlers={Exception: self._fault}
+      routes=self._routes(),
+      exception_handlers={
+        Exception: self._fault,
+        404: self._unknown,
+        405: self._unknown,
+      },
     )
 
   # For the trainer.
@@ -308,8 +313,10 @@ class Proxy:
     del request
     return answering.Reply(200, {"gyre": "proxy"}, _headers())
 
-  async def _unknown(self, request: Request):
-    where = f"{request.method} {request.url.path}"
+  async def _unknown(self, request: Request, e: Exception | None = None):
+    del e
+    path = " ".join(request.url.path.split())
+    where = f"{request.method} {path}"
     e = wire.ApiError("not_found", f"nothing is served at {where}")
     return self._refuse(e, _api_of(request), _headers())
 

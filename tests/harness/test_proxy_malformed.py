@@ -315,6 +315,39 @@ def test_a_fault_of_the_proxy_has_the_shape_of_the_api(renderer, monkeypatch):
   assert responses.json()["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize(
+  "method, path",
+  [
+    ("POST", "/v1/nothing"),
+    ("GET", "/v1/messages"),
+    ("POST", "/v1/chat/completions/"),
+    ("TRACE", "/v1/responses"),
+    ("POST", "/a%0d%0aset-cookie:%20b"),
+    ("GET", "/%00%ff"),
+  ],
+)
+def test_what_is_not_served_is_told_in_the_api_s_shape(renderer, method, path):
+  app = proxy_lib.Proxy(
+    proxying.ScriptedEngine(renderer, []),
+    renderer,
+    rollout=config.Rollout(),
+    max_context=99,
+  )
+
+  async def ask(headers):
+    transport = httpx.ASGITransport(app=app.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://p") as c:
+      return await c.request(method, path, headers=headers)
+
+  for headers in ({}, {"anthropic-version": "2023-06-01"}):
+    answer = asyncio.run(ask(headers))
+    assert answer.status_code == 404
+    told = answer.json()["error"]
+    assert told["type"] == "not_found_error" and "\n" not in told["message"]
+    theirs = bool(headers) or "messages" in path
+    assert ("request_id" in answer.json()) == theirs
+
+
 def test_a_thousand_executions_at_once(renderer):
   engine = proxying.ScriptedEngine(renderer, lambda text: text[-40:-32])
   app = proxy_lib.Proxy(
