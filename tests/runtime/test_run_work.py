@@ -1,0 +1,165 @@
+"""Commits of a run and what becomes of them when the core dies amid one."""
+
+import asyncio
+import dataclasses
+import pathlib
+
+import pytest
+import tiny_config
+
+from gyre import config as config_lib
+from gyre.rollout.emulated import Profile
+from gyre.rollout.engine import EngineDown
+from gyre.rollout.router import Router
+from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.emulated_cell import EmulatedCore
+from gyre.runtime.record import Record
+from gyre.runtime.run_work import Position, RunWork
+from gyre.runtime.tasks import TaskSource
+from gyre.runtime.trainer import SKIPPED
+from gyre.runtime.watch import Watch
+from gyre.store.rollouts import RolloutStore
+from gyre.types import Call, Execution, Outcome
+
+PROFILE = Profile(speedup=1e6)
+CONFIG = config_lib.from_config_dict(tiny_config.get_config())
+
+
+def runner(engine, temperature):
+  """Executions whose rewards differ inside a group."""
+  del engine, temperature
+
+  async def run(dispatch):
+    call = Call(
+      execution_id=dispatch.execution_id,
+      group_id=dispatch.group_id,
+      call_id="0000",
+      prompt_ids=[1, 2],
+      completion_ids=[3, 4],
+      logprobs=[-1.0, -1.0],
+      versions=[0, 0],
+      finish_reason="stop",
+    )
+    return Execution(
+      dispatch.execution_id,
+      dispatch.group_id,
+      dispatch.index,
+      dispatch.task.task_id,
+      calls=(call,),
+      outcome=Outcome(status="scored", passed=dispatch.index, total=4),
+    )
+
+  return run
+
+
+class Dies(EmulatedCore):
+  """A core that dies in a commit: before it is made, or after."""
+
+  def __init__(self, *args, after):
+    super().__init__(*args)
+    self._after = after
+
+  async def save(self, directory, meta):
+    if self._after:
+      await super().save(directory, meta)
+    raise EngineDown(f"{self.name}: killed by SIGKILL")
+
+
+async def make(directory, **options):
+  """A RunWork at step 0, its store, and where its checkpoints are."""
+  checkpoints = Checkpoints(directory / "checkpoints", 2)
+  checkpoints.clean_up()
+  position = Position(phase="train", row={"step": 0})
+  first = EmulatedCore("cell 0", PROFILE)
+  await first.save(checkpoints.path(0), dataclasses.asdict(position))
+  store = RolloutStore(directory / "rollouts.sqlite")
+  record = Record(directory, 3, {})
+  work = RunWork(
+    CONFIG,
+    position,
+    tasks=TaskSource(CONFIG),
+    runner=runner,
+    router=Router(),
+    store=store,
+    checkpoints=checkpoints,
+    record=record,
+    watch=Watch(record, store),
+    row_multiple=1,
+    wall_s=lambda: 0.0,
+    worker=lambda cell: None,
+    **options,
+  )
+  return work, store, checkpoints
+
+
+async def consume(work, update, groups):
+  for group in groups:
+    work.admit(group, 0)
+    for i in range(CONFIG.rollout.group_size):
+      assert await work.run((group, i))
+    work.compose(update, group)
+  work.rest(update)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_core_that_dies_in_a_commit(tmp_path, after):
+  """What is on disk decides whether the update was taken."""
+
+  async def main():
+    work, store, checkpoints = await make(tmp_path)
+    await consume(work, 1, (0, 1))
+    core = Dies("cell 0", PROFILE, after=after)
+    await core.join(None, 0)
+    await core.apply([], 1)
+    with pytest.raises(EngineDown):
+      await work.commit(core, 1, [SKIPPED])
+    assert work.position.step == 0 and store.consumed() == {}
+    other = EmulatedCore("cell 1", PROFILE)
+    version = await work.rehost(other)
+    assert version == work.position.step == (1 if after else 0)
+    assert (await other.weights())["version"] == version
+    assert other.role == "train"
+    if not after:
+      await other.apply([], 1)
+      await work.commit(other, 1, [SKIPPED])
+    consumed = {"train-000000": 1, "train-000001": 1}
+    assert store.consumed() == work.position.consumed == consumed
+    assert checkpoints.steps() == [0, 1]
+    # And on, from there.
+    await consume(work, 2, (2, 3))
+    await other.apply([], 2)
+    await work.commit(other, 2, [SKIPPED])
+    assert store.consumed() == consumed | {
+      "train-000002": 2,
+      "train-000003": 2,
+    }
+    store.close()
+
+  asyncio.run(main())
+
+
+def test_weights_that_other_processes_read(tmp_path):
+  """Of the newest checkpoint, or else written for them and removed again."""
+
+  async def main():
+    shared = tmp_path / "shared"
+    work, store, checkpoints = await make(tmp_path, snapshots=shared)
+    core = EmulatedCore("cell 0", PROFILE)
+    await work.rehost(core)
+    got = await work.training_weights(core, 0)
+    assert (got.version, got.path) == (0, str(checkpoints.path(0)))
+    for version in (1, 2):  # two passes over an update
+      await core.apply([], version)
+      got = await work.training_weights(core, version)
+      assert got.version == version
+      assert pathlib.Path(got.path).is_relative_to(shared)
+      await EmulatedCore("cell 1", PROFILE).join(got, version)
+    await work.training_weights(core, 0)
+    assert not list(shared.iterdir())
+    # Engines are given what is committed, whether there is a core or not.
+    for giver in (core, None):
+      got = await work.publishable(giver, 0)
+      assert (got.version, got.path) == (0, str(checkpoints.path(0)))
+    store.close()
+
+  asyncio.run(main())
