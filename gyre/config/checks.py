@@ -138,6 +138,10 @@ def _check_run(config: Config) -> None:
     "model.source 'init' needs model.hf_config",
   )
   _require(bool(config.sandbox.backends), "sandbox.backends is empty")
+  _require(
+    r.resample_limit >= 0,
+    f"rollout.resample_limit must not be negative, got {r.resample_limit}",
+  )
 
 
 def _check_agent(config: Config) -> None:
@@ -203,6 +207,11 @@ def _check_elastic(config: Config) -> None:
     e.max_staleness == -1 or e.max_staleness >= least,
     f"elastic.max_staleness {e.max_staleness} is below {least}, which phi "
     f"{e.phi} and mu {e.mu} imply",
+  )
+  _require(
+    not (e.policy == "deadline" and (e.window or config.run.deterministic)),
+    "elastic.policy 'deadline' keeps elastic.max_staleness without a window: "
+    f"elastic.window must be 0, got {e.window}, and run.deterministic False",
   )
   _require(
     not (config.run.deterministic and (e.phi or e.window > 1)),

@@ -160,7 +160,9 @@ class Rollout:
 
   groups_per_step groups of group_size executions feed one optimizer step.
   Engine: max_slots requests decode together; pages of page_size tokens;
-  prefill in chunks of prefill_chunk tokens.
+  prefill in chunks of prefill_chunk tokens. resample_zero_variance: groups
+  whose rewards are all equal are not trained but replaced, up to
+  resample_limit times groups_per_step an update.
   """
 
   group_size: int = 8
@@ -272,12 +274,17 @@ class Elastic:
   many of the last only serve. Both, with 2 cells, are a fixed partition.
   phi, mu: groups for phi further updates are dispatched ahead, and weights are
   published every mu updates; mean staleness is phi + (mu - 1) / 2.
-  max_staleness: groups older than this are never trained (-1: what phi, mu and
-  window imply). window: only so many of the oldest groups may be trained next
-  (0: as many as max_staleness allows; 1 with run.deterministic).
+  max_staleness: groups older than this are never trained (-1: one more than
+  phi and mu imply; with run.deterministic, what they imply). It is kept by
+  policy "deadline" (those that would be too old next are waited for), or by a
+  window: only the `window` oldest groups may be trained next (0: as many as
+  max_staleness allows). policy: "waterlevel" (a cell leaves when what is
+  unfinished fits the others), "steady" (the same, and dispatch does not fade
+  at the end of a run) or "deadline" (steady, with deadlines); "auto" is
+  "waterlevel" in order of dispatch with run.deterministic, else "deadline"
+  unless there is a window.
   streaming: a group is trained as soon as it is whole; else an update waits
-  for all of its groups. policy: which cell leaves when, in
-  gyre.elastic.scheduler. slots: executions a cell holds (0: rollout.max_slots).
+  for all of its groups. slots: executions a cell holds (0: rollout.max_slots).
   resize: after an update, on how many of its devices the first cell trains;
   the others serve, until it takes them back. {"3": 4, "6": 8}.
   launcher: "inprocess" (cells share this process) or "local" (a process each).
@@ -293,7 +300,7 @@ class Elastic:
   max_staleness: int = -1
   window: int = 0
   streaming: bool = True
-  policy: str = "waterlevel"
+  policy: Literal["auto", "waterlevel", "steady", "deadline"] = "auto"
   slots: int = 0
   resize: Mapping[str, int] = dataclasses.field(default_factory=dict)
   launcher: Literal["inprocess", "local"] = "inprocess"

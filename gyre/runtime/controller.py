@@ -61,22 +61,26 @@ def layout(config: Config) -> sched.Layout:
   )
 
 
-def law(config: Config) -> sched.Law:
-  """Returns the dispatch law of a run.
+def policy(config: Config) -> str:
+  """Returns the name of the scheduler's policy, where "auto" leaves it open."""
+  e = config.elastic
+  if e.policy != "auto":
+    return e.policy
+  in_order = e.window or config.run.deterministic
+  return "waterlevel" if in_order else "deadline"
 
-  Where the configuration leaves it open, groups may be consumed in order of
-  completion as far as the maximum of FIFO and one allows; in deterministic
-  mode in order of admission.
-  """
+
+def law(config: Config) -> sched.Law:
+  """Returns the dispatch law of a run, as the configuration's section says."""
   e, r = config.elastic, config.rollout
   window = e.window or (1 if config.run.deterministic else 0)
   made = sched.Law(e.phi, e.mu, r.groups_per_step, r.group_size, window or None)
   most = e.max_staleness
   if most < 0:
     most = made.maximum() if window else made.fifo_max + 1
-  return dataclasses.replace(
-    made, window=window or made.window_for(most), max_staleness=most
-  )
+  if not window and policy(config) != "deadline":
+    window = made.window_for(most)
+  return dataclasses.replace(made, window=window or None, max_staleness=most)
 
 
 def _tracks(config: Config) -> list[str]:
@@ -210,7 +214,7 @@ class Controller:
         await self._cells.close()
 
   async def _conduct(self, workers: dict[str, Worker]) -> None:
-    config, e = self.config, self.config.elastic
+    config, e, r = self.config, self.config.elastic, self.config.rollout
     watch = Watch(self.record, self.store)
     work = RunWork(
       config,
@@ -231,10 +235,11 @@ class Controller:
       layout(config),
       law(config),
       streaming=e.streaming,
-      policy=e.policy,
+      policy=policy(config),
       steps=config.run.steps,
       seed=config.run.seed,
-      resume=run_work.resumed(self.position, self.store, config.learner.score),
+      resample=r.resample_limit if r.resample_zero_variance else 0,
+      resume=run_work.resumed(self.position, self.store, config),
     )
     conductor = Conductor(state, workers, work, self.router, watch)
     work.resize_after(e.resize, conductor.ask_resize)
