@@ -155,6 +155,7 @@ class Group:
     left: executions not yet ended.
     scored: executions that ended with a score.
     lengths: seconds that each execution took, in order of their ends.
+    flat: it is whole, and all its rewards are equal.
   """
 
   number: int
@@ -162,6 +163,7 @@ class Group:
   left: int
   scored: int = 0
   lengths: tuple[float, ...] = ()
+  flat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +185,9 @@ class Queue:
     """With one more at its end."""
     return Queue({**self.groups, group.number: group}, self.whole)
 
-  def ended(self, number: int, scored: bool, seconds: float = 0.0) -> Queue:
+  def ended(
+    self, number: int, scored: bool, seconds: float = 0.0, flat: bool = False
+  ) -> Queue:
     """With one execution of a group ended."""
     old = self.groups[number]
     group = Group(
@@ -192,6 +196,7 @@ class Queue:
       left=old.left - 1,
       scored=old.scored + scored,
       lengths=(*old.lengths, seconds),
+      flat=flat and old.left == 1,
     )
     whole = self.whole
     if not group.left:

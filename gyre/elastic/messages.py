@@ -22,11 +22,16 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-  """An execution ended; scored is False if it can't be trained on."""
+  """An execution ended; scored is False if it can't be trained on.
+
+  flat is True if it was the last of its group, and all have the same reward:
+  such a group teaches nothing.
+  """
 
   time: float
   execution: Execution
   scored: bool = True
+  flat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +221,7 @@ class Drop:
   """A group will never be consumed; what still runs of it is aborted."""
 
   group: int
-  reason: Literal["stale", "lost"]
+  reason: Literal["stale", "lost", "flat"]
 
 
 @dataclasses.dataclass(frozen=True)

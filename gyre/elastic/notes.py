@@ -46,7 +46,7 @@ def _finished(state: State, event: Finished) -> moves.Step:
   seconds = state.now - state.work.began(event.execution, state.now)
   state = state.but(
     work=state.work.without([event.execution]),
-    queue=state.queue.ended(number, event.scored, seconds),
+    queue=state.queue.ended(number, event.scored, seconds, event.flat),
     counts=dataclasses.replace(
       state.counts, terminated=state.counts.terminated + 1
     ),

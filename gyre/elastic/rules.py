@@ -82,6 +82,46 @@ def replenish(state: State) -> moves.Step:
   return state, tuple(Admit(number, trainer.published) for number in numbers)
 
 
+def _room(state: State) -> int:
+  """Groups that may be consumed now, if they are whole and eligible.
+
+  None before the last burst's weights go out, nor before a resize.
+  """
+  trainer = state.trainer
+  if not state.queue.whole or state.over:
+    return 0
+  if trainer.published < state.boundary and not state.publishing:
+    return 0
+  if not trainer.claims and resizing.due(state):
+    return 0
+  return state.law.batch - len(trainer.claims)
+
+
+def drop_flat(state: State) -> moves.Step:
+  """A group that teaches nothing is replaced where it would be consumed.
+
+  Up to `resample` times B of them an update; then what comes is taken. So in
+  order of admission it does not depend on time which are replaced.
+  """
+  most = state.plan.resample * state.law.batch
+  asked: tuple[Action, ...] = ()
+  while (group := _flat(state)) and state.trainer.replaced < most:
+    replaced = state.trainer.replaced + 1
+    trainer = dataclasses.replace(state.trainer, replaced=replaced)
+    state, actions = notes.drop(state.but(trainer=trainer), group, "flat")
+    asked += actions
+  return state, asked
+
+
+def _flat(state: State) -> Group | None:
+  """The first flat group among those to be consumed now."""
+  room = _room(state)
+  groups = (
+    state.queue.groups[n] for n in (_ready(state, room) if room else ())
+  )
+  return next((group for group in groups if group.flat), None)
+
+
 def consume(state: State) -> moves.Step:
   """Whole groups inside the window go into the claim queue of the update.
 
@@ -89,12 +129,8 @@ def consume(state: State) -> moves.Step:
   when all the burst's are ready. Not before the last burst's weights go out.
   """
   trainer, law = state.trainer, state.law
-  room = law.batch - len(trainer.claims)
-  if not state.queue.whole or not room or state.over:
-    return state, ()
-  if trainer.published < state.boundary and not state.publishing:
-    return state, ()
-  if not trainer.claims and resizing.due(state):
+  room = _room(state)
+  if not room:
     return state, ()
   needed = 1 if state.plan.streaming else room
   if not state.plan.streaming and trainer.version == state.boundary:
@@ -293,6 +329,7 @@ RULES = (
   apply,
   publish,
   resizing.resize,
+  drop_flat,
   replenish,
   consume,
   resizing.clear_lent,

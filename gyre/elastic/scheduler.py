@@ -98,6 +98,7 @@ def begin(
   steps: int,
   seed: int = 0,
   endless: bool | None = None,
+  resample: int = 0,
   resume: Resumed | None = None,
 ) -> State:
   """The state before `Begin`.
@@ -111,6 +112,8 @@ def begin(
     seed: of whatever a policy draws.
     endless: whether groups are admitted that no update will consume; None: as
       the policy has it.
+    resample: groups whose rewards are all equal are replaced, up to this many
+      times B an update.
     resume: what a stored run knows; None for a new run.
 
   Raises:
@@ -133,7 +136,7 @@ def begin(
     )
   if endless is None:
     endless = policy.endless
-  plan = Plan(layout, law, policy, steps, streaming, endless, seed)
+  plan = Plan(layout, law, policy, steps, streaming, endless, seed, resample)
   state = State(
     plan=plan,
     fleet=cells.fleet(layout),
@@ -190,10 +193,10 @@ def _resumed(state: State, resume: Resumed) -> State:
   queue = dispatch.Queue()
   for number, version in sorted(resume.groups):
     queue = queue.admit(Group(number, version, law.group_size))
-  ended = dict(resume.finished)
+  ended, flat = dict(resume.finished), set(resume.flat)
   for (number, _), scored in ended.items():
     if number in queue.groups:
-      queue = queue.ended(number, scored)
+      queue = queue.ended(number, scored, flat=number in flat)
   members = [
     (number, i)
     for number in queue.groups

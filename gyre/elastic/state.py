@@ -21,6 +21,7 @@ class Trainer:
     drained: all of them are trained.
     applying: the optimizer step is asked for.
     asked: it was, if perhaps of a cell that died since.
+    replaced: flat groups dropped instead of being consumed for it.
   """
 
   version: int = 0
@@ -29,6 +30,7 @@ class Trainer:
   drained: bool = False
   applying: bool = False
   asked: bool = False
+  replaced: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Counts:
 
   Attributes:
     dispatched, started, terminated: d(t), p(t), f(t), in executions.
-    stale, lost: groups dropped.
+    stale, lost, flat: groups dropped.
     tickets: transfers asked for.
   """
 
@@ -59,6 +61,7 @@ class Counts:
   terminated: int = 0
   stale: int = 0
   lost: int = 0
+  flat: int = 0
   tickets: int = 0
 
 
@@ -71,6 +74,7 @@ class Resumed:
     groups: (number, v_d) of each group admitted and not in a commit, in order
       of admission; groups consumed for an update that was not committed too.
     finished: (execution, scored) of those groups' ended executions.
+    flat: numbers of those groups that are whole, with equal rewards.
     consumed: numbers in commits, in any order. They must be B an update.
     dropped: numbers of dropped groups, whose numbers are not used again.
     published: the version that the engines serve at the beginning: `version`,
@@ -80,6 +84,7 @@ class Resumed:
   version: int
   groups: tuple[tuple[int, int], ...] = ()
   finished: tuple[tuple[Execution, bool], ...] = ()
+  flat: tuple[int, ...] = ()
   consumed: tuple[int, ...] = ()
   dropped: tuple[int, ...] = ()
   published: int | None = None
@@ -99,6 +104,7 @@ class Plan:
     endless: groups are admitted as if the run had no end; else no more than
       its updates consume.
     seed: of whatever a policy draws.
+    resample: flat groups are replaced, up to this many times B an update.
   """
 
   layout: cells.Layout
@@ -108,6 +114,7 @@ class Plan:
   streaming: bool = True
   endless: bool = False
   seed: int = 0
+  resample: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

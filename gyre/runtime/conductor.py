@@ -63,6 +63,9 @@ class Work(Protocol):
   async def run(self, execution: sched.Execution) -> bool:
     """Runs an execution to its end and keeps it; whether it was scored."""
 
+  def flat(self, group: int) -> bool:
+    """Whether every execution of a group ended, all with one reward."""
+
   def drop(self, group: int, reason: str) -> None:
     """A group will not be trained; what ran of it is cancelled."""
 
@@ -370,7 +373,8 @@ class Conductor:
       scored = await self._work.run(execution)
     finally:
       self._router.forget(self._work.name(execution))
-    self._tell(sched.Finished(self._clock(), execution, scored))
+    flat = self._work.flat(execution[0])
+    self._tell(sched.Finished(self._clock(), execution, scored, flat))
 
   def _drop(self, group: int, reason: str) -> None:
     for execution in [e for e in self._running if e[0] == group]:

@@ -260,6 +260,11 @@ class EmulatedWork:
     self.executions[execution] = done
     return work.scored
 
+  def flat(self, group: int) -> bool:
+    """See conductor.Work; nothing has a reward."""
+    del group
+    return False
+
   def drop(self, group: int, reason: str) -> None:
     """See conductor.Work."""
     if self._store is not None:

@@ -73,31 +73,42 @@ def group_id(number: int) -> str:
   return f"{PHASE}-{number:06d}"
 
 
+def _flat(rewards: Sequence[float | None], size: int) -> bool:
+  """Whether a group is whole and teaches nothing: its rewards are equal."""
+  scored = {r for r in rewards if r is not None}
+  return len(rewards) == size and len(scored) == 1
+
+
 def resumed(
-  position: Position, store: RolloutStore, score: str
+  position: Position, store: RolloutStore, config: Config
 ) -> sched.Resumed:
   """What the scheduler must know of a run to go on with it.
 
   Args:
     position: of the newest checkpoint.
     store: derived from it already.
-    score: learner.score, which says what of the store was scored.
+    config: of the run; says what of the store was scored.
   """
   dropped = {e["payload"]["group"] for e in store.events("drop")}
-  groups, finished, consumed = [], [], []
+  groups, finished, consumed, flat = [], [], [], []
   for group in store.groups(PHASE):
     if group.group_id in position.consumed:
       consumed.append(group.index)
     elif group.index not in dropped:
       groups.append((group.index, group.version))
+      ended = store.executions(group.group_id)
+      rewards = [reward(e.outcome, config.learner.score) for e in ended]
       finished += [
-        ((group.index, e.index), reward(e.outcome, score) is not None)
-        for e in store.executions(group.group_id)
+        ((group.index, e.index), r is not None)
+        for e, r in zip(ended, rewards, strict=True)
       ]
+      if _flat(rewards, config.rollout.group_size):
+        flat.append(group.index)
   return sched.Resumed(
     version=position.step,
     groups=tuple(groups),
     finished=tuple(finished),
+    flat=tuple(flat),
     consumed=tuple(consumed),
     dropped=tuple(sorted(dropped)),
   )
@@ -153,6 +164,7 @@ class RunWork:
     self._updates: dict[int, Update] = {}
     self._unwritten = True
     self._lost = 0
+    self._replaced = 0  # flat groups, for the present update
     self._sizes: dict[int, int] = {}
     for group in store.groups(PHASE):
       if group.group_id not in position.consumed:
@@ -207,6 +219,12 @@ class RunWork:
     self._finished[number][index] = done
     return reward(done.outcome, self._config.learner.score) is not None
 
+  def flat(self, group: int) -> bool:
+    """See conductor.Work."""
+    ended = self._finished.get(group, {}).values()
+    rewards = [reward(e.outcome, self._config.learner.score) for e in ended]
+    return _flat(rewards, self._config.rollout.group_size)
+
   def drop(self, group: int, reason: str) -> None:
     """See conductor.Work.
 
@@ -218,6 +236,7 @@ class RunWork:
     self._store.put_event("drop", {"group": group, "reason": reason}, step=step)
     del self._groups[group]
     executions = self._finished.pop(group, {})
+    self._replaced += reason == "flat"
     self._lost = self._lost + 1 if reason == "lost" else 0
     if self._lost >= self._config.rollout.groups_per_step:
       details = [e.outcome.detail for e in executions.values() if e.outcome]
@@ -273,6 +292,8 @@ class RunWork:
       self._router.stats().generated_tokens, row["dedup/tokens_trained"]
     )
     row["perf/peak_memory"] = peak_memory()
+    if self._config.rollout.resample_zero_variance:
+      row["group/resampled"] = self._replaced
     mine = [s.group.group_id for s in made.groups]
     position = dataclasses.replace(
       self.position,
@@ -290,7 +311,7 @@ class RunWork:
   def _committed(self, position: Position) -> None:
     """An update's state and what it consumed are durable."""
     self.position, self._unwritten = position, True
-    update = position.step
+    update, self._replaced = position.step, 0
     made = self._updates[update]
     mine = [s.group.group_id for s in made.groups]
     self._store.mark_consumed(mine, update)

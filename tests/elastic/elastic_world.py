@@ -42,11 +42,16 @@ class World:
     streaming: bool = True,
     policy: str = "waterlevel",
     endless: bool | None = None,
+    resample: int = 0,
   ):
     self.law, self.steps = law, steps
-    self.options = {"streaming": streaming, "policy": policy} | (
-      {} if endless is None else {"endless": endless}
-    )
+    self.options = {
+      "streaming": streaming,
+      "policy": policy,
+      "endless": endless,
+      "resample": resample,
+    }
+    self.flat: set[int] = set()  # groups that teach nothing, once whole
     self.layout = layout
     self.state = sched.begin(layout, law, steps=steps, **self.options)
     self.sites = {}
@@ -108,6 +113,9 @@ class World:
       groups=tuple(queued),
       finished=tuple(
         ((g, i), scored) for g in ended for i, scored in ended[g].items()
+      ),
+      flat=tuple(
+        g for g in ended if g in self.flat and self._taught(g) is False
       ),
       consumed=tuple(self.committed),
       dropped=tuple(self.dropped),
@@ -177,7 +185,15 @@ class World:
     group, index = execution
     self.sites[self.where.pop(execution)].runs.discard(execution)
     self.ended[group][index] = scored
-    return self.send(sched.Finished(self.tick(), execution, scored))
+    flat = self._taught(group) is False
+    return self.send(sched.Finished(self.tick(), execution, scored, flat))
+
+  def _taught(self, group: int) -> bool | None:
+    """Whether a group teaches something; None: it is not whole, or lost."""
+    ended = self.ended[group]
+    if len(ended) < self.law.group_size or not any(ended.values()):
+      return None
+    return group not in self.flat
 
   def train(self, name: str) -> None:
     """A training cell takes one micro-step of the claim queue, if any."""
@@ -418,6 +434,10 @@ class World:
     ended = self.ended[a.group]
     if a.reason == "lost":
       assert len(ended) == self.law.group_size and not any(ended.values())
+    elif a.reason == "flat":
+      assert (
+        self._taught(a.group) is False and len(self.claims) < self.law.batch
+      )
     else:
       # Nothing that keeps deadlines, or FIFO's maximum, ever comes to this.
       assert not self.state.plan.policy.deadlines

@@ -154,6 +154,68 @@ def test_a_partly_scored_group_is_trained():
   assert sched.Consume(0, 1) in world.finish((0, 1))
 
 
+def test_a_group_that_teaches_nothing_is_replaced():
+  world = World(_cells("core", "a"), Law(0, 1, 1, 2), 1, resample=2)
+  world.flat = {0, 1}
+  world.begin()
+  world.finish((0, 0))
+  actions = world.finish((0, 1))
+  assert actions[:2] == (sched.Drop(0, "flat"), sched.Admit(1, 0))
+  world.run(random.Random(0))
+  assert world.committed == [2]
+  assert world.state.counts.flat == 2
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("phi,mu,window", [(0, 1, 1), (0, 3, 1), (0.5, 2, 9)])
+def test_replacements_end(phi, mu, window, streaming):
+  """At most `resample` times B an update, whatever comes."""
+  law = Law(phi, mu, 2, 3, window=window)
+  for seed, share in enumerate((0, 0.5, 1)):
+    rng = random.Random(seed)
+    world = World(_cells("core", "a"), law, 4, streaming=streaming, resample=2)
+    world.flat = {g for g in range(99) if rng.random() < share}
+    world.run(rng)
+    assert len(world.committed) == 8
+    flat = len(world.flat & set(world.committed))
+    assert len(world.dropped) == world.state.counts.flat <= 4 * 4
+    if share == 1:
+      assert (flat, len(world.dropped)) == (8, 16)
+    elif flat:
+      assert len(world.dropped) >= 4  # an update's share was used up
+
+
+def test_in_order_of_admission_time_does_not_choose_what_is_replaced():
+  """Nor does a resume."""
+  law = Law(0, 2, 3, 2, window=1)
+  flat = {g for g in range(99) if random.Random(g).random() < 0.6}
+  seen = set()
+  for seed in range(12):
+    rng = random.Random(seed)
+    world = World(_cells("core", "a"), law, 4, resample=1)
+    world.flat = flat
+    world.run(rng)
+    seen.add((*world.consumed.items(), *sorted(world.dropped)))
+  assert len(seen) == 1
+  assert world.dropped and flat & set(world.committed)
+
+
+def test_a_resumed_group_that_teaches_nothing_is_replaced():
+  world = World(_cells("core", "a"), Law(0, 1, 2, 2), 1, resample=2)
+  world.flat = {1}
+  stored = sched.Resumed(
+    version=0,
+    groups=((0, 0), (1, 0)),
+    finished=(((1, 0), True), ((1, 1), True)),
+    flat=(1,),
+  )
+  state = sched.begin(
+    world.layout, world.law, steps=1, resample=2, resume=stored
+  )
+  _, actions = sched.decide(state, sched.Begin(0.0))
+  assert sched.Drop(1, "flat") in actions and sched.Admit(2, 0) in actions
+
+
 def test_staleness_beyond_the_maximum_is_never_trained():
   """In completion order one group stays behind until it is too stale."""
   law = Law(1, 1, 2, 2, max_staleness=2)

@@ -11,6 +11,7 @@ from gyre import config as config_lib
 from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineDown
 from gyre.rollout.router import Router
+from gyre.runtime import run_work
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.emulated_cell import EmulatedCore
 from gyre.runtime.record import Record
@@ -26,10 +27,11 @@ CONFIG = config_lib.from_config_dict(tiny_config.get_config())
 
 
 def runner(engine, temperature):
-  """Executions whose rewards differ inside a group."""
+  """Executions whose rewards differ inside a group, but for each third."""
   del engine, temperature
 
   async def run(dispatch):
+    taught = int(dispatch.group_id[-1]) % 3 != 2
     call = Call(
       execution_id=dispatch.execution_id,
       group_id=dispatch.group_id,
@@ -46,7 +48,7 @@ def runner(engine, temperature):
       dispatch.index,
       dispatch.task.task_id,
       calls=(call,),
-      outcome=Outcome(status="scored", passed=dispatch.index, total=4),
+      outcome=Outcome(status="scored", passed=dispatch.index * taught, total=4),
     )
 
   return run
@@ -65,7 +67,7 @@ class Dies(EmulatedCore):
     raise EngineDown(f"{self.name}: killed by SIGKILL")
 
 
-async def make(directory, **options):
+async def make(directory, config=CONFIG, **options):
   """A RunWork at step 0, its store, and where its checkpoints are."""
   checkpoints = Checkpoints(directory / "checkpoints", 2)
   checkpoints.clean_up()
@@ -75,9 +77,9 @@ async def make(directory, **options):
   store = RolloutStore(directory / "rollouts.sqlite")
   record = Record(directory, 3, {})
   work = RunWork(
-    CONFIG,
+    config,
     position,
-    tasks=TaskSource(CONFIG),
+    tasks=TaskSource(config),
     runner=runner,
     router=Router(),
     store=store,
@@ -160,6 +162,38 @@ def test_weights_that_other_processes_read(tmp_path):
     for giver in (core, None):
       got = await work.publishable(giver, 0)
       assert (got.version, got.path) == (0, str(checkpoints.path(0)))
+    store.close()
+
+  asyncio.run(main())
+
+
+def test_groups_that_teach_nothing(tmp_path):
+  """They are known when whole, by a resumed run too, and are counted."""
+
+  async def main():
+    config = dataclasses.replace(
+      CONFIG,
+      rollout=dataclasses.replace(CONFIG.rollout, resample_zero_variance=True),
+    )
+    work, store, _ = await make(tmp_path, config)
+    for group in (2, 5):
+      work.admit(group, 0)
+      for i in range(config.rollout.group_size):
+        assert not work.flat(group)
+        await work.run((group, i))
+      assert work.flat(group)
+    work.drop(2, "flat")
+    await consume(work, 1, (0, 1))
+    assert not work.flat(1)
+    resumed = run_work.resumed(work.position, store, config)
+    assert resumed.flat == (5,)
+    core = EmulatedCore("cell 0", PROFILE)
+    await core.join(None, 0)
+    for update, replaced in ((1, 1), (2, 0)):
+      await work.commit(core, update, [SKIPPED])
+      assert work.position.row["group/resampled"] == replaced
+      if update == 1:
+        await consume(work, 2, (3, 4))
     store.close()
 
   asyncio.run(main())
