@@ -208,10 +208,9 @@ class Conductor:
     self._failure = asyncio.get_running_loop().create_future()
     try:
       await self._first_roles()
-      self._begun = True
-      self._tell(sched.Begin(self._clock()))
+      self._begin()
       while not self.state.stopped:
-        event = await self._next_event()
+        event = await self._unless_failed(self._events.get())
         self.state, actions = sched.decide(self.state, event)
         self._observer.decided(self.state, event, actions)
         if isinstance(event, sched.Finished):
@@ -224,17 +223,19 @@ class Conductor:
     finally:
       await self._end()
 
+  def _begin(self) -> None:
+    """The scheduler hears of the beginning before all that came earlier."""
+    early = [self._events.get_nowait() for _ in range(self._events.qsize())]
+    self._begun = True
+    for event in (sched.Begin(self._clock()), *early):
+      self._tell(event)
+
   async def _last(self) -> None:
     """What is still under way when the scheduler has stopped."""
     for name, post in self.state.fleet.posts.items():
       if post.role == "down" and name not in self._down:
         self._start(self._serve_late(name))
-    ending = asyncio.ensure_future(self._followed())
-    await asyncio.wait(
-      {ending, self._failure}, return_when=asyncio.FIRST_COMPLETED
-    )
-    if self._failure.done():
-      self._failure.result()
+    await self._unless_failed(self._followed())
 
   async def _serve_late(self, cell: str) -> None:
     """A cell that is there again, for what follows the last publication."""
@@ -244,17 +245,18 @@ class Conductor:
     except CELL_ERRORS as error:
       log.warning("%s does not serve again: %s", cell, error)
 
-  async def _next_event(self) -> sched.Event:
-    getting = asyncio.ensure_future(self._events.get())
+  async def _unless_failed(self, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work returns, or at once the error of the run."""
+    waited = asyncio.ensure_future(work)
     try:
       await asyncio.wait(
-        {getting, self._failure}, return_when=asyncio.FIRST_COMPLETED
+        {waited, self._failure}, return_when=asyncio.FIRST_COMPLETED
       )
       if self._failure.done():
         self._failure.result()
-      return getting.result()
+      return waited.result()
     finally:
-      getting.cancel()
+      waited.cancel()
 
   async def _end(self) -> None:
     while tasks := [t for t in self._tasks if not t.done()]:
@@ -289,7 +291,8 @@ class Conductor:
     self._weights = await self._publishable(version)
     waiting = set(posts)
     while waiting:
-      await asyncio.gather(*(self._first_role(name) for name in waiting))
+      roles = [self._start(self._first_role(name)) for name in waiting]
+      await self._unless_failed(asyncio.wait(roles))
       waiting = set(self._fallen)
     for name, post in posts.items():
       if post.role == "train":
@@ -472,11 +475,15 @@ class Conductor:
     # Without a core it waits in its role; what was down still holds nothing.
 
   async def _gone(self, cell: str, error: Exception) -> bool:
-    """Whether a cell that failed is dead; waits for the news."""
+    """Whether a cell that failed is dead, rather than the core it asked.
+
+    Waits for the news of either.
+    """
     if isinstance(error, EngineDown):
+      known = {cell, self._core.name}
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GRACE_S), self._news:
-          await self._news.wait_for(lambda: cell in self._down)
+          await self._news.wait_for(lambda: known & self._down)
     return cell in self._down
 
   async def _resize(self, cell: str, devices: tuple[int, ...]) -> None:
@@ -550,7 +557,8 @@ class Conductor:
     self._observer.role(cell, "down")
     self._start(self._notify())
     if self._begun:
-      self._tell(sched.CellDown(self._clock(), cell, post.life))
+      # Of its present life, whatever the scheduler has yet to hear of it.
+      self._tell(sched.CellDown(self._clock(), cell))
     else:
       self._fallen.add(cell)
 
