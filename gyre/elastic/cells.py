@@ -111,76 +111,66 @@ class Layout:
     return self.cells[0]
 
 
-def _cells(
-  prefix: str, kind: Kind, count: int, nodes: float, slots: float, first: int
-) -> list[Cell]:
-  """`count` cells of `nodes` nodes and `slots` a node; a device is a node."""
-  width = max(1, round(nodes))
-  return [
-    Cell(
-      name=f"{prefix}{i}" if count > 1 else prefix,
-      devices=tuple(range(first + i * width, first + (i + 1) * width)),
-      slots=int(nodes * slots),
-      kind=kind,
-      nodes=nodes,
-    )
-    for i in range(count)
-  ]
+def _cell(name: str, kind: Kind, nodes: int, slots: float, first: int) -> Cell:
+  """A cell of `nodes` nodes from `first` on; a device is a node."""
+  return Cell(
+    name=name,
+    devices=tuple(range(first, first + nodes)),
+    slots=max(1, round(nodes * slots)),
+    kind=kind,
+    nodes=nodes,
+  )
 
 
 def fixed_partition(
-  trainer_nodes: float, rollout_nodes: float, slots: float
+  trainer_nodes: int, rollout_nodes: int, slots: float
 ) -> Layout:
   """Async: a trainer that never serves and a pool that never trains.
 
   Args:
     trainer_nodes, rollout_nodes: size of each part.
-    slots: executions that a node holds.
+    slots: executions that a node holds; a cell's own are a whole number.
   """
-  trainer = _cells("trainer", "trainer", 1, trainer_nodes, slots, 0)
-  first = len(trainer[0].devices)
-  pool = _cells("pool", "standalone", 1, rollout_nodes, slots, first)
-  return Layout((*trainer, *pool))
+  trainer = _cell("trainer", "trainer", trainer_nodes, slots, 0)
+  pool = _cell("pool", "standalone", rollout_nodes, slots, trainer_nodes)
+  return Layout((trainer, pool))
 
 
-def global_switch(nodes: float, slots: float) -> Layout:
+def global_switch(nodes: int, slots: float) -> Layout:
   """Colocate: one cell of all nodes, which leaves iff nothing is unfinished."""
-  return Layout(tuple(_cells("core", "core", 1, nodes, slots, 0)))
+  return Layout((_cell("core", "core", nodes, slots, 0),))
 
 
-def coarse_switch(
-  nodes: float, standalone_nodes: float, slots: float
-) -> Layout:
+def coarse_switch(nodes: int, standalone_nodes: int, slots: float) -> Layout:
   """One large core that switches as one, beside standalone nodes."""
-  core = _cells("core", "core", 1, nodes, slots, 0)
-  first = len(core[0].devices)
-  pool = _cells("pool", "standalone", 1, standalone_nodes, slots, first)
-  return Layout((*core, *pool))
+  return fine_switch(1, nodes, slots, standalone_nodes)
 
 
 def fine_switch(
-  cells: int, nodes: float, slots: float, standalone_nodes: float = 0.0
+  cells: int, nodes: int, slots: float, standalone_nodes: int = 0
 ) -> Layout:
   """Gyre: homogeneous cells, the first of them the core.
 
   Args:
     cells: how many.
     nodes: size of each.
-    slots: executions that a node holds.
+    slots: executions that a node holds; a cell's own are a whole number.
     standalone_nodes: size of a pool that never trains; 0 for none.
   """
-  core = _cells("core", "core", 1, nodes, slots, 0)
-  first = len(core[0].devices)
-  others = _cells("cell", "satellite", cells - 1, nodes, slots, first)
-  others = [
-    dataclasses.replace(cell, name=f"cell{i}")
-    for i, cell in enumerate(others, 1)
+  made = [
+    _cell(
+      f"cell{i}" if i else "core",
+      "satellite" if i else "core",
+      nodes,
+      slots,
+      i * nodes,
+    )
+    for i in range(cells)
   ]
-  pool = []
   if standalone_nodes:
-    first += sum(len(cell.devices) for cell in others)
-    pool = _cells("pool", "standalone", 1, standalone_nodes, slots, first)
-  return Layout((*core, *others, *pool))
+    first = cells * nodes
+    made.append(_cell("pool", "standalone", standalone_nodes, slots, first))
+  return Layout(tuple(made))
 
 
 @dataclasses.dataclass(frozen=True)

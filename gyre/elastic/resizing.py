@@ -115,7 +115,7 @@ def split(core: Cell, devices: int) -> tuple[Cell, Cell | None]:
   if devices == count:
     return core, None
   share = devices / count
-  slots = max(1, int(core.slots * share))
+  slots = max(1, core.slots * devices // count)
   kept = dataclasses.replace(
     core,
     devices=core.devices[:devices],

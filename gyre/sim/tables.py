@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from gyre.elastic.cells import Cell, Layout
+from gyre.elastic import cells
+from gyre.elastic.cells import Layout
 from gyre.elastic.dispatch import Law
 from gyre.elastic.policies import POLICIES
 from gyre.sim.bound import lower_bound
@@ -130,20 +131,13 @@ class Design:
       slots: executions a node holds; a cell rounds its own to a whole number.
     """
     a, b = self.split
-    parts = {
-      "async": [("trainer", "trainer", a), ("pool", "standalone", b)],
-      "colocate": [("core", "core", a)],
-      "coarse": [("core", "core", a), ("pool", "standalone", b)],
-      "gyre": [("core", "core", b)]
-      + [(f"cell{i}", "satellite", b) for i in range(1, a)],
-    }[self.kind]
-    cells, first = [], 0
-    for name, kind, nodes in parts:
-      held = 0 if kind == "trainer" else max(1, round(slots * nodes))
-      devices = tuple(range(first, first + nodes))
-      cells.append(Cell(name, devices, held, kind, nodes))
-      first += nodes
-    return Layout(tuple(cells))
+    if self.kind == "async":
+      return cells.fixed_partition(a, b, slots)
+    if self.kind == "colocate":
+      return cells.global_switch(a, slots)
+    if self.kind == "coarse":
+      return cells.coarse_switch(a, b, slots)
+    return cells.fine_switch(a, b, slots)
 
 
 def _law(phi: float, mu: int) -> Law:
