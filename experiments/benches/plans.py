@@ -274,6 +274,28 @@ def combine(options: Options) -> tuple[Case, ...]:
   )
 
 
+def elastic(options: Options) -> tuple[Case, ...]:
+  """gyre beside Async and Colocate, emulated over processes, 1 h as 10 s."""
+  metrics = (
+    Metric("over_a0", "gyre over Async, measured"),
+    Metric("over_a0_predicted", "gyre over Async, the simulator's"),
+    Metric("over_c0", "gyre over Colocate, measured"),
+    Metric("over_c0_predicted", "gyre over Colocate, the simulator's"),
+    Metric("e0_h", "gyre, measured, h", higher=False),
+    Metric("e0_predicted_h", "gyre, the simulator's, h", higher=False),
+    Metric("e0_switches", "gyre: switches", higher=False),
+    Metric("e0_migrations", "gyre: executions moved", higher=False),
+    Metric("cpu_share", "cores busy, of one, in the controller", higher=False),
+  )
+  sizes = {"steps": 12, "speedup": 360.0, "calls": 6}
+  if options.quick:
+    sizes = {"steps": 1, "speedup": 7200.0, "calls": 1}
+  return tuple(
+    Case(f"seed {seed}", (Variant("", "", {"seed": seed} | sizes),), metrics)
+    for seed in ((0,) if options.quick else (0, 1, 2))
+  )
+
+
 def trajectories(options: Options) -> tuple[Case, ...]:
   """From calls to packed rows; selection with J_max 1, 5 and no bound."""
   calls, tokens = (30, 10_000) if options.quick else (300, 1_000_000)
@@ -369,6 +391,7 @@ PLANS = {
     attention,
     reshard,
     combine,
+    elastic,
     trajectories,
     proxy,
   )

@@ -113,6 +113,8 @@ def of_design(
     steps,
     streaming=design.streaming,
     policy=design.policy,
+    # In the simulator all that train finish an update together.
+    parts=sum(c.kind != "standalone" for c in design.layout(slots)),
   )
 
 

@@ -174,7 +174,9 @@ def test_what_the_proxy_adds_is_measured():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "grpo", "reshard", "combine"])
+@pytest.mark.parametrize(
+  "name", ["train", "grpo", "reshard", "combine", "elastic"]
+)
 def test_the_other_benchmarks_run(tiny_model, name):
   out = run_json(name, "--quick", "--model", tiny_model)
   assert all(r["ours"] > 0 for r in out["rows"])

@@ -104,6 +104,19 @@ def check(directory, seen, controllers):
   return books
 
 
+def wait(controller, seconds, for_workers):
+  """Waits so long, for workers from when there are any; False: it ended."""
+  until = time.monotonic() + seconds
+  while controller.poll() is None:
+    now = time.monotonic()
+    if for_workers and not workers(controller):
+      until = max(until, now + 0.05)
+    elif now >= until:
+      return True
+    time.sleep(0.01)
+  return False
+
+
 def kill_at_random(root, rng, times):
   """Kills a process at each of so many moments; runs begin anew as they end.
 
@@ -118,13 +131,11 @@ def kill_at_random(root, rng, times):
     controller = start(directory)
     try:
       while sum(killed) < times:
-        until = time.monotonic() + rng.uniform(0.05, 2.5)
-        while time.monotonic() < until and controller.poll() is None:
-          time.sleep(0.01)
-        if controller.poll() is not None:
+        one_worker = rng.random() < 0.6
+        if not wait(controller, rng.uniform(0.05, 2.5), one_worker):
           break
         up = workers(controller)
-        if up and rng.random() < 0.7:
+        if one_worker:
           with contextlib.suppress(ProcessLookupError):
             os.kill(rng.choice(up), signal.SIGKILL)
             killed[1] += 1
