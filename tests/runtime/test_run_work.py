@@ -1,6 +1,7 @@
 """Commits of a run and what becomes of them when the core dies amid one."""
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 
@@ -67,7 +68,8 @@ class Dies(EmulatedCore):
     raise EngineDown(f"{self.name}: killed by SIGKILL")
 
 
-async def make(directory, config=CONFIG, **options):
+@contextlib.asynccontextmanager
+async def made(directory, config=CONFIG, **options):
   """A RunWork at step 0, its store, and where its checkpoints are."""
   checkpoints = Checkpoints(directory / "checkpoints", 2)
   checkpoints.clean_up()
@@ -91,7 +93,11 @@ async def make(directory, config=CONFIG, **options):
     worker=lambda cell: None,
     **options,
   )
-  return work, store, checkpoints
+  try:
+    yield work, store, checkpoints
+  finally:
+    store.close()
+    record.close()
 
 
 async def consume(work, update, groups):
@@ -108,34 +114,33 @@ def test_a_core_that_dies_in_a_commit(tmp_path, after):
   """What is on disk decides whether the update was taken."""
 
   async def main():
-    work, store, checkpoints = await make(tmp_path)
-    await consume(work, 1, (0, 1))
-    core = Dies("cell 0", PROFILE, after=after)
-    await core.join(None, 0)
-    await core.apply([], 1)
-    with pytest.raises(EngineDown):
-      await work.commit(core, 1, [SKIPPED])
-    assert work.position.step == 0 and store.consumed() == {}
-    other = EmulatedCore("cell 1", PROFILE)
-    version = await work.rehost(other)
-    assert version == work.position.step == (1 if after else 0)
-    assert (await other.weights())["version"] == version
-    assert other.role == "train"
-    if not after:
-      await other.apply([], 1)
-      await work.commit(other, 1, [SKIPPED])
-    consumed = {"train-000000": 1, "train-000001": 1}
-    assert store.consumed() == work.position.consumed == consumed
-    assert checkpoints.steps() == [0, 1]
-    # And on, from there.
-    await consume(work, 2, (2, 3))
-    await other.apply([], 2)
-    await work.commit(other, 2, [SKIPPED])
-    assert store.consumed() == consumed | {
-      "train-000002": 2,
-      "train-000003": 2,
-    }
-    store.close()
+    async with made(tmp_path) as (work, store, checkpoints):
+      await consume(work, 1, (0, 1))
+      core = Dies("cell 0", PROFILE, after=after)
+      await core.join(None, 0)
+      await core.apply([], 1)
+      with pytest.raises(EngineDown):
+        await work.commit(core, 1, [SKIPPED])
+      assert work.position.step == 0 and store.consumed() == {}
+      other = EmulatedCore("cell 1", PROFILE)
+      version = await work.rehost(other)
+      assert version == work.position.step == (1 if after else 0)
+      assert (await other.weights())["version"] == version
+      assert other.role == "train"
+      if not after:
+        await other.apply([], 1)
+        await work.commit(other, 1, [SKIPPED])
+      consumed = {"train-000000": 1, "train-000001": 1}
+      assert store.consumed() == work.position.consumed == consumed
+      assert checkpoints.steps() == [0, 1]
+      # And on, from there.
+      await consume(work, 2, (2, 3))
+      await other.apply([], 2)
+      await work.commit(other, 2, [SKIPPED])
+      assert store.consumed() == consumed | {
+        "train-000002": 2,
+        "train-000003": 2,
+      }
 
   asyncio.run(main())
 
@@ -145,24 +150,23 @@ def test_weights_that_other_processes_read(tmp_path):
 
   async def main():
     shared = tmp_path / "shared"
-    work, store, checkpoints = await make(tmp_path, snapshots=shared)
-    core = EmulatedCore("cell 0", PROFILE)
-    await work.rehost(core)
-    got = await work.training_weights(core, 0)
-    assert (got.version, got.path) == (0, str(checkpoints.path(0)))
-    for version in (1, 2):  # two passes over an update
-      await core.apply([], version)
-      got = await work.training_weights(core, version)
-      assert got.version == version
-      assert pathlib.Path(got.path).is_relative_to(shared)
-      await EmulatedCore("cell 1", PROFILE).join(got, version)
-    await work.training_weights(core, 0)
-    assert not list(shared.iterdir())
-    # Engines are given what is committed, whether there is a core or not.
-    for giver in (core, None):
-      got = await work.publishable(giver, 0)
+    async with made(tmp_path, snapshots=shared) as (work, _, checkpoints):
+      core = EmulatedCore("cell 0", PROFILE)
+      await work.rehost(core)
+      got = await work.training_weights(core, 0)
       assert (got.version, got.path) == (0, str(checkpoints.path(0)))
-    store.close()
+      for version in (1, 2):  # two passes over an update
+        await core.apply([], version)
+        got = await work.training_weights(core, version)
+        assert got.version == version
+        assert pathlib.Path(got.path).is_relative_to(shared)
+        await EmulatedCore("cell 1", PROFILE).join(got, version)
+      await work.training_weights(core, 0)
+      assert not list(shared.iterdir())
+      # Engines are given what is committed, whether there is a core or not.
+      for giver in (core, None):
+        got = await work.publishable(giver, 0)
+        assert (got.version, got.path) == (0, str(checkpoints.path(0)))
 
   asyncio.run(main())
 
@@ -175,25 +179,24 @@ def test_groups_that_teach_nothing(tmp_path):
       CONFIG,
       rollout=dataclasses.replace(CONFIG.rollout, resample_zero_variance=True),
     )
-    work, store, _ = await make(tmp_path, config)
-    for group in (2, 5):
-      work.admit(group, 0)
-      for i in range(config.rollout.group_size):
-        assert not work.flat(group)
-        await work.run((group, i))
-      assert work.flat(group)
-    work.drop(2, "flat")
-    await consume(work, 1, (0, 1))
-    assert not work.flat(1)
-    resumed = run_work.resumed(work.position, store, config)
-    assert resumed.flat == (5,)
-    core = EmulatedCore("cell 0", PROFILE)
-    await core.join(None, 0)
-    for update, replaced in ((1, 1), (2, 0)):
-      await work.commit(core, update, [SKIPPED])
-      assert work.position.row["group/resampled"] == replaced
-      if update == 1:
-        await consume(work, 2, (3, 4))
-    store.close()
+    async with made(tmp_path, config) as (work, store, _):
+      for group in (2, 5):
+        work.admit(group, 0)
+        for i in range(config.rollout.group_size):
+          assert not work.flat(group)
+          await work.run((group, i))
+        assert work.flat(group)
+      work.drop(2, "flat")
+      await consume(work, 1, (0, 1))
+      assert not work.flat(1)
+      resumed = run_work.resumed(work.position, store, config)
+      assert resumed.flat == (5,)
+      core = EmulatedCore("cell 0", PROFILE)
+      await core.join(None, 0)
+      for update, replaced in ((1, 1), (2, 0)):
+        await work.commit(core, update, [SKIPPED])
+        assert work.position.row["group/resampled"] == replaced
+        if update == 1:
+          await consume(work, 2, (3, 4))
 
   asyncio.run(main())
