@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gyre.elastic.placement import Execution
 
 if TYPE_CHECKING:
-  from gyre.elastic.scheduler import State
+  from gyre.elastic.state import State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,7 +96,6 @@ def begin(
   streaming: bool = True,
   policy: str | policies.Policy = "waterlevel",
   steps: int,
-  seed: int = 0,
   endless: bool | None = None,
   resample: int = 0,
   resume: Resumed | None = None,
@@ -109,7 +108,6 @@ def begin(
     streaming: whether groups are consumed one by one as they become whole.
     policy: "waterlevel", another name in `policies.POLICIES`, or a policy.
     steps: updates of the run, numbered from 1.
-    seed: of whatever a policy draws.
     endless: whether groups are admitted that no update will consume; None: as
       the policy has it.
     resample: groups whose rewards are all equal are replaced, up to this many
@@ -136,7 +134,7 @@ def begin(
     )
   if endless is None:
     endless = policy.endless
-  plan = Plan(layout, law, policy, steps, streaming, endless, seed, resample)
+  plan = Plan(layout, law, policy, steps, streaming, endless, resample)
   state = State(
     plan=plan,
     fleet=cells.fleet(layout),

@@ -103,7 +103,6 @@ class Plan:
       B at once, and a burst begins when all its groups are ready.
     endless: groups are admitted as if the run had no end; else no more than
       its updates consume.
-    seed: of whatever a policy draws.
     resample: flat groups are replaced, up to this many times B an update.
   """
 
@@ -113,7 +112,6 @@ class Plan:
   steps: int
   streaming: bool = True
   endless: bool = False
-  seed: int = 0
   resample: int = 0
 
 

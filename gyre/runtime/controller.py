@@ -237,7 +237,6 @@ class Controller:
       streaming=e.streaming,
       policy=policy(config),
       steps=config.run.steps,
-      seed=config.run.seed,
       resample=r.resample_limit if r.resample_zero_variance else 0,
       resume=run_work.resumed(self.position, self.store, config),
     )

@@ -308,7 +308,6 @@ def simulate(
   steps: int,
   streaming: bool = True,
   policy: str | policies.Policy = "waterlevel",
-  seed: int = 0,
   endless: bool | None = None,
   record: bool = False,
 ) -> Result:
@@ -322,7 +321,6 @@ def simulate(
     steps: optimizer updates.
     streaming: train a group as soon as it is whole.
     policy: of the scheduler.
-    seed: of the scheduler's own key.
     endless: admit groups that no update will consume; None: as the policy
       has it.
     record: keep every event and its actions in `Result.decisions`.
@@ -341,7 +339,6 @@ def simulate(
     streaming=streaming,
     policy=policy,
     steps=steps,
-    seed=seed,
     endless=endless,
   )
   clock = _Clock(layout, law, workload, costs, steps, record)
