@@ -22,7 +22,6 @@ from gyre import config as config_lib
 from gyre.config import Config
 from gyre.learner import packing, step
 from gyre.learner.objective import Extras
-from gyre.models import load
 from gyre.rollout.engine import Engine
 from gyre.rollout.jax_engine import JaxEngine
 from gyre.runtime import publish, reshard
@@ -132,7 +131,7 @@ class CellWorker:
       weights = await self._do(self._read, weights, version)
       await self.start_engine(weights, version).ready()
     else:
-      weights = await self._engine_weights(weights, version)
+      weights = await self._do(self._read, weights, version)
       await self.engine.wake()
       await publish.publish(self.engine, weights, version)
     self.role = "rollout"
@@ -145,14 +144,8 @@ class CellWorker:
     Raises:
       PublishError: it uses others.
     """
-    weights = await self._engine_weights(weights, version)
+    weights = await self._do(self._read, weights, version)
     await publish.publish(self.engine, weights, version)
-
-  async def _engine_weights(self, weights: Any, version: int) -> Any:
-    """Weights as the engine loads them: those of a checkpoint are read."""
-    if _for_engines(weights):
-      return weights
-    return await self._do(self._read, weights, version)
 
   def _free_training(self) -> None:
     """Frees every array of training; in the thread."""
@@ -201,11 +194,6 @@ class CellWorker:
     """Weights as arrays: a Snapshot's are read onto the cell's mesh."""
     if isinstance(weights, Snapshot):
       _check_snapshot(weights, version)
-      if _for_engines(weights):
-        layout = self._config.model.layout
-        return load.load_hf_dir(
-          weights.path, layout=layout, mesh=self.trainer.mesh
-        )[1]
       abstract = self.trainer.abstract()
       got, _ = reshard.restore(
         weights.path,
@@ -529,13 +517,6 @@ def _check_snapshot(weights: Snapshot, version: int) -> None:
     raise CellError(
       f"{weights.path} holds version {weights.version}, not {version}"
     )
-
-
-def _for_engines(weights: Any) -> bool:
-  """Whether weights lie in a directory in the layout that engines load."""
-  if not isinstance(weights, Snapshot):
-    return False
-  return "arrays" not in manifest.read_manifest(weights.path).meta
 
 
 def _on_devices(tree: Any) -> bool:

@@ -1,21 +1,16 @@
 """Weights to engines.
 
-An engine of this process takes the arrays. Others take a directory in the
-Hugging Face layout that is complete, hashed and renamed before they see it.
-Either way a version is published only after the checkpoint that holds it is
-committed, so that no rollout carries a version whose weights are lost.
+An engine of this process takes the arrays. Others take a directory that is
+complete, hashed and renamed before they see it. Either way a version is
+published only after the checkpoint that holds it is committed, so that no
+rollout carries a version whose weights are lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import pathlib
-from collections.abc import Mapping
 from typing import Any
 
-from gyre.models import load
-from gyre.models.config import ModelConfig
 from gyre.rollout import fingerprint
 from gyre.rollout.engine import Engine, EngineDown, EngineError
 from gyre.rollout.fingerprint import Fingerprint
@@ -102,31 +97,3 @@ async def publish_to_all(
     elif cell in router.serving:
       router.serve(cell)  # wakes who waits for this version
   return failed
-
-
-def write_snapshot(
-  directory: str | os.PathLike,
-  model_cfg: ModelConfig,
-  params: Any,
-  version: int,
-  tokenizer_files: Mapping[str, str] | None = None,
-) -> Snapshot:
-  """Writes weights for engines of other processes.
-
-  Args:
-    directory: the parent, on tmpfs or a shared disk; the snapshot is
-      directory/v000012.
-    model_cfg: the model.
-    params: its parameters.
-    version: of the weights.
-    tokenizer_files: file name -> text, written beside them.
-
-  Returns:
-    The committed snapshot: transformers and vLLM load its path.
-  """
-  final = pathlib.Path(directory) / f"v{version:06d}"
-  final.parent.mkdir(parents=True, exist_ok=True)
-  tmp = manifest.temporary(final)
-  load.save_hf_dir(tmp, model_cfg, params, tokenizer_files=tokenizer_files)
-  committed = manifest.commit(tmp, final, {"version": version})
-  return Snapshot(version, str(final), committed.files)

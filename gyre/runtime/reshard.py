@@ -162,7 +162,7 @@ def restore(
   body = read(directory).meta
   named = named_leaves(abstract)
   for name, leaf in named.items():
-    _check_leaf(name, leaf, body["arrays"])
+    _check_leaf(name, leaf, body.get("arrays", {}))
   args = {
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
     for name, leaf in named.items()
