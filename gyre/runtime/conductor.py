@@ -441,7 +441,7 @@ class Conductor:
       with self._observer.span(cell, now):
         await work
     except CELL_ERRORS as error:
-      if await self._gone(cell, error):
+      if await self._gone(cell, error, self._core.name):
         return
       log.warning("%s: %s failed: %s", cell, now, error)
       outcome, role = outcomes[1], before
@@ -458,7 +458,7 @@ class Conductor:
         await self._go_back(cell, role)
         return True
       except CELL_ERRORS as error:
-        if await self._gone(cell, error):
+        if await self._gone(cell, error, self._core.name):
           return False
         if not left:
           raise
@@ -474,13 +474,13 @@ class Conductor:
       self._training.enter(cell)
     # Without a core it waits in its role; what was down still holds nothing.
 
-  async def _gone(self, cell: str, error: Exception) -> bool:
-    """Whether a cell that failed is dead, rather than the core it asked.
+  async def _gone(self, cell: str, error: Exception, *asked: str) -> bool:
+    """Whether a cell that failed is dead, rather than one that it asked.
 
-    Waits for the news of either.
+    Waits for the news of any.
     """
     if isinstance(error, EngineDown):
-      known = {cell, self._core.name}
+      known = {cell, *asked}
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GRACE_S), self._news:
           await self._news.wait_for(lambda: known & self._down)
@@ -490,8 +490,10 @@ class Conductor:
     """The core goes on on other devices; a cell that was lent some ends."""
     lent = self.state.fleet.lent
     if lent is not None and lent in self._workers:
-      self._router.remove(lent)
-      await self._workers.pop(lent).close()
+      if lent in self._router.cell_stats():
+        self._router.remove(lent)
+      with contextlib.suppress(EngineDown):  # dead: there is nothing to close
+        await self._workers.pop(lent).close()
       self._observer.role(lent, "")
     await self._training.resize(self._workers[cell], devices)
 

@@ -80,6 +80,8 @@ class Audit:
     self._ended: set[tuple[int, int]] = set()
     self._sites: dict[str, _Site] = {}
     self._where: dict[tuple[int, int], str] = {}
+    # Where executions ran whose cell died.
+    self._interrupted: dict[tuple[int, int], str] = {}
     self._claims: dict[int, list[int]] = collections.defaultdict(list)
     self._transfer: tuple[str, Mapping[str, Any], str] | None = None
     self._at = 0
@@ -129,6 +131,7 @@ class Audit:
       self._fault(f"goes on at version {step}, the last commit was {last}")
     self._claims.clear()
     self._where.clear()
+    self._interrupted.clear()
     self._transfer = None
     self._sites = {
       cell.name: _Site(
@@ -150,6 +153,7 @@ class Audit:
     self._leave(execution)
 
   def _leave(self, execution: tuple[int, int]) -> None:
+    self._interrupted.pop(execution, None)
     cell = self._where.pop(execution, None)
     if cell in self._sites:
       self._sites[cell].runs.discard(execution)
@@ -232,6 +236,9 @@ class Audit:
       return
     self.deaths += 1
     site.holder = "dead"
+    for execution in list(site.runs):
+      self._leave(execution)
+      self._interrupted[execution] = event["cell"]
     if self._transfer is not None:
       kind, action, _ = self._transfer
       if kind != "Publish" and action["cell"] == event["cell"]:
@@ -267,7 +274,7 @@ class Audit:
     del step
     execution = tuple(action["execution"])
     was = self._where.get(execution)
-    if was is not None and self._sites[was].holder != "dead":
+    if was is not None:
       self._fault(f"execution {execution} starts, though it runs on {was}")
     self._place(execution, action["cell"])
 
@@ -275,10 +282,10 @@ class Audit:
     del step
     self.migrations += 1
     execution = tuple(action["execution"])
-    if self._where.get(execution) != action["source"]:
+    was = self._where.get(execution, self._interrupted.get(execution))
+    if was != action["source"]:
       self._fault(
-        f"execution {execution} moves from {action['source']}, it is on "
-        f"{self._where.get(execution)}"
+        f"execution {execution} moves from {action['source']}, it is on {was}"
       )
     self._place(execution, action["target"])
 
@@ -303,9 +310,6 @@ class Audit:
     to_rollout = action["role"] == "rollout"
     was = ("trainer", "dead", "") if to_rollout else ("engine",)
     self._begin("Switch", action, was)
-    if to_rollout:
-      for execution in list(self._sites[action["cell"]].runs):
-        self._leave(execution)
 
   def _do_rehost(self, action: Record, step: int) -> None:
     del step

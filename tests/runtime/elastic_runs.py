@@ -24,7 +24,18 @@ PROFILE = Profile(
   serve_s=0.5,
   publish_s=0.5,
 )
-CALLS = ("serve", "join", "work", "sums", "reset", "init", "apply", "weights")
+CALLS = (
+  "serve",
+  "join",
+  "work",
+  "sums",
+  "reset",
+  "init",
+  "apply",
+  "weights",
+  "resize",
+  "close",
+)
 
 
 def layout(cells=3, slots=6, kind="core", standalone=0):

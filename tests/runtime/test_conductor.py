@@ -14,6 +14,7 @@ import logging
 import pytest
 import virtual_time
 from elastic_runs import (
+  Mortal,
   UnevenWork,
   check,
   conducted,
@@ -164,11 +165,7 @@ def check_disturbed(seed, variant):
       for version, used in run.work.evaluations:
         assert used and min(used) >= version
 
-  logging.disable(logging.WARNING)
-  try:
-    virtual_time.run(main())
-  finally:
-    logging.disable(logging.NOTSET)
+  quietly(main)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -182,6 +179,56 @@ def test_a_run_whose_cells_die_and_fail_ends_as_it_should(variant):
 def test_many_histories_of_deaths(variant):
   for seed in range(1000, 1150):
     check_disturbed(seed, variant)
+
+
+def check_resized(seed):
+  """A divisible core lends a device and takes it back, among deaths."""
+  core = sched.Cell("cell 0", (0, 1), 8, "core", 2.0, divisible=True)
+  others = [sched.Cell(f"cell {i}", (i + 1,), 5) for i in (1, 2)]
+
+  async def main():
+    r = rng(seed)
+    e = emulation(cells=sched.Layout((core, *others)), steps=8)
+    run = emulated_run.EmulatedRun(e, mortal(e), make_work=UnevenWork)
+    make = run.work.worker
+    run.work.worker = lambda cell: run.workers.setdefault(
+      cell.name, Mortal(lambda: make(cell))
+    )
+
+    async def ask():
+      while run.log.began is None:
+        await asyncio.sleep(1.0)
+      for devices in (1, 2, 1, 2):
+        await asyncio.sleep(r.uniform(5.0, 40.0))
+        run.conductor.ask_resize(devices)
+
+    every = r.choice([5.0, 15.0, 1e9])
+    await check_ends(run, ask(), disturb(run, r, every=every, fails=0.3))
+    return sum("Resized" in made["event"] for _, made in run.log.records)
+
+  return quietly(main)
+
+
+async def check_ends(run, *beside):
+  check(run, await conducted(run, *beside))
+
+
+def quietly(main):
+  """Runs under the clock that does not wait; deaths are not worth a word."""
+  logging.disable(logging.WARNING)
+  try:
+    return virtual_time.run(main())
+  finally:
+    logging.disable(logging.NOTSET)
+
+
+def test_a_core_that_lends_devices_among_deaths():
+  assert sum(check_resized(seed) for seed in range(12)) >= 12
+
+
+@pytest.mark.slow
+def test_many_histories_of_resizes():
+  assert sum(check_resized(seed) for seed in range(1000, 1300)) >= 300
 
 
 def test_executions_of_groups_that_are_lost_are_replaced():
@@ -209,9 +256,7 @@ def test_an_undisturbed_run_samples_what_a_disturbed_one_does():
     await conducted(run, disturb(run, rng(5), every=3.0))
     return run
 
-  logging.disable(logging.WARNING)
-  disturbed = virtual_time.run(main())
-  logging.disable(logging.NOTSET)
+  disturbed = quietly(main)
   whole, _ = run_once(e)
   assert sampled(whole) == sampled(disturbed)
 
