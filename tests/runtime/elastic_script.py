@@ -20,8 +20,8 @@ SUPERVISION = Supervision(
 )  # fmt: skip
 
 
-def emulation(speedup=15.0):
-  """About 6 s over processes, undisturbed."""
+def emulation(speedup=25.0):
+  """About 4 s over processes, undisturbed."""
   made = elastic_runs.emulation(steps=6, evaluated=2)
   profile = dataclasses.replace(made.profile, speedup=speedup)
   return dataclasses.replace(made, profile=profile)

@@ -36,7 +36,7 @@ def compare(directory, seed, *, steps, **options):
 
 
 def test_speed_ups_are_the_simulators(tmp_path):
-  compare(tmp_path, 0, steps=4, speedup=1800.0, calls=2)
+  compare(tmp_path, 0, steps=4, speedup=2400.0, calls=2)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def kill_at_random(root, rng, times):
     try:
       while sum(killed) < times:
         one_worker = rng.random() < 0.6
-        if not wait(controller, rng.uniform(0.05, 2.5), one_worker):
+        if not wait(controller, rng.uniform(0.05, 1.5), one_worker):
           break
         up = workers(controller)
         if one_worker:
@@ -168,7 +168,7 @@ def check_lives(directory, seen, controllers):
 
 def test_killed_a_few_times(tmp_path):
   seed = int(os.environ.get("GYRE_CRASH_SEED", "0"))
-  kill_at_random(tmp_path, random.Random(seed), 5)
+  kill_at_random(tmp_path, random.Random(seed), 4)
 
 
 @pytest.mark.slow
