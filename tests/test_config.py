@@ -1,6 +1,7 @@
 """The configuration is checked once, at the edge, by name."""
 
 import dataclasses
+import math
 
 import ml_collections
 import pytest
@@ -68,6 +69,26 @@ def test_to_dict_round_trips():
     ({"model": {"source": "hf"}}, "model.path"),
     ({"model": {"source": "init"}}, "model.hf_config"),
     ({"learner": {"row_tokens": 64}}, "learner.row_tokens"),
+    ({"run": {"steps": 0}}, "run.steps"),
+    ({"eval": {"every": -1}}, "eval.every"),
+    ({"eval": {"samples": 0}}, "eval.samples"),
+    ({"warm_start": {"steps": -1}}, "warm_start.steps"),
+    ({"learner": {"kl_coef": -0.1}}, "learner.kl_coef"),
+    ({"rollout": {"resample_limit": -1}}, "rollout.resample_limit"),
+    ({"elastic": {"cells": 1_000_000}}, "elastic.cells 1000000"),
+    ({"elastic": {"phi": math.nan}}, "elastic.phi"),
+    ({"elastic": {"phi": math.inf}}, "elastic.phi"),
+    ({"elastic": {"phi": 0.3}}, "the nearest elastic.phi is 0.25"),
+    ({"elastic": {"mu": 1_000_000}}, "elastic.mu"),
+    ({"elastic": {"policy": "fast"}}, "elastic.policy"),
+    ({"elastic": {"max_staleness": 0, "mu": 2}}, "elastic.max_staleness"),
+    ({"elastic": {"cells": 2, "standalone": 2}}, "elastic.standalone 2"),
+    ({"elastic": {"cells": 2, "trainer": True}}, "elastic.trainer"),
+    ({"elastic": {"resize": {"1": 1}}}, "elastic.resize"),
+    *(
+      ({"mesh": {"data": 2}, "elastic": {"resize": wrong}}, "elastic.resize")
+      for wrong in ({"x": 1}, {"²": 1}, {"1": 0}, {"1": 3}, {"1": True})
+    ),
     ({"trajectory": {"mode": "twice"}}, "trajectory.mode"),
     ({"trajectory": {"max_samples": -1}}, "trajectory.max_samples"),
     ({"trajectory": {"token_budget": -1}}, "trajectory.token_budget"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gyre.config.sections import Config, ConfigError
 
 
@@ -31,7 +33,32 @@ _POSITIVE = (
   "tasks.num_train",
   "elastic.cells",
   "elastic.mu",
+  "run.steps",
+  "eval.samples",
+  "eval.bootstrap",
+  "warm_start.tasks",
+  "warm_start.rows",
 )
+
+_NOT_NEGATIVE = (
+  "eval.every",
+  "eval.temperature",
+  "eval.n",
+  "warm_start.steps",
+  "warm_start.warmup_steps",
+  "optim.warmup_steps",
+  "learner.kl_coef",
+  "rollout.resample_limit",
+  "elastic.standalone",
+  "elastic.window",
+  "elastic.slots",
+  "elastic.restarts",
+)
+
+# No machine has more; on a CPU so many devices would be made.
+_MOST_DEVICES = 4096
+# So many updates' groups would be dispatched at once.
+_MOST_AHEAD = 1000
 
 
 # Sandboxes that can show a harness and the socket of its API.
@@ -138,10 +165,6 @@ def _check_run(config: Config) -> None:
     "model.source 'init' needs model.hf_config",
   )
   _require(bool(config.sandbox.backends), "sandbox.backends is empty")
-  _require(
-    r.resample_limit >= 0,
-    f"rollout.resample_limit must not be negative, got {r.resample_limit}",
-  )
 
 
 def _check_agent(config: Config) -> None:
@@ -170,7 +193,16 @@ def _check_agent(config: Config) -> None:
 
 def _check_elastic(config: Config) -> None:
   e, batch = config.elastic, config.rollout.groups_per_step
-  _require(e.phi >= 0, f"elastic.phi must not be negative, got {e.phi}")
+  _require(
+    e.phi >= 0 and math.isfinite(e.phi),
+    f"elastic.phi must be a number, not negative, got {e.phi}",
+  )
+  for name in ("phi", "mu"):
+    value = getattr(e, name)
+    _require(
+      value <= _MOST_AHEAD,
+      f"elastic.{name} {value} is more than {_MOST_AHEAD} updates",
+    )
   whole = round(e.phi * batch)
   _require(
     abs(e.phi * batch - whole) < 1e-9,
@@ -187,13 +219,21 @@ def _check_elastic(config: Config) -> None:
     f"elastic.trainer needs engines beside it: elastic.standalone "
     f"{e.standalone} must be all others of elastic.cells {e.cells}",
   )
-  for name in ("standalone", "window", "slots", "restarts"):
-    value = getattr(e, name)
-    _require(value >= 0, f"elastic.{name} must not be negative, got {value}")
   width = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+  _require(
+    e.cells * width <= _MOST_DEVICES,
+    f"elastic.cells {e.cells} of {width} devices each are more than "
+    f"{_MOST_DEVICES} devices",
+  )
+  _require(
+    not e.resize or width > 1,
+    f"elastic.resize {dict(e.resize)} divides the devices of the first cell: "
+    "section mesh gives it 1, and must give it more",
+  )
   for after, devices in e.resize.items():
+    update = isinstance(after, str) and after.isascii() and after.isdigit()
     _require(
-      after.isdigit() and isinstance(devices, int) and 1 <= devices <= width,
+      update and type(devices) is int and 1 <= devices <= width,
       f"elastic.resize maps updates to 1 to {width} devices of the first cell, "
       f"got {after!r}: {devices!r}",
     )
@@ -241,6 +281,10 @@ def check(config: Config) -> Config:
     section, name = path.split(".")
     value = getattr(getattr(config, section), name)
     _require(value > 0, f"{path} must be positive, got {value}")
+  for path in _NOT_NEGATIVE:
+    section, name = path.split(".")
+    value = getattr(getattr(config, section), name)
+    _require(value >= 0, f"{path} must not be negative, got {value}")
   _check_run(config)
   _check_agent(config)
   _check_trajectory(config)
