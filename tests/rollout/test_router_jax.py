@@ -195,6 +195,7 @@ def test_fifty_switches_change_no_bit(temperature):
   assert len(steps) == 50
 
 
+@pytest.mark.slow  # programs of a third device
 def test_three_cells_take_turns():
   _check(3, 12, 1.0, deterministic=True, seed=3)
 

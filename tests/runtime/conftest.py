@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import pytest
 import running
 
@@ -25,3 +26,11 @@ def whole(tmp_path_factory, environment):
   code, output = running.run(directory, environment)
   assert code == 0, output
   return directory
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Toy programs run a few times: compile them with few optimisations."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

@@ -13,14 +13,7 @@ from gyre.runtime.cell import CellError
 from gyre.store import manifest
 from gyre.types import Snapshot
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """Toy programs run a few times: compile them with few optimisations."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Of the cells under test; what other tests left there does not change.
 DEVICES = (6, 7)

@@ -97,8 +97,11 @@ def test_a_process_a_cell_trains_what_one_process_does(
   assert process.wait() == 0, directory.with_suffix(".log").read_text()
   assert check_same_training(directory, whole).deaths == 0
   assert not workers(process.pid) and not shared(process.pid)
-  # Begun again, stopped in the middle: nothing is left behind.
-  more = start(directory, environment, f"--config.run.steps={STEPS + 9}")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_leaves_nothing(tmp_path, environment):
+  more = start(tmp_path / "run", environment, "--config.run.steps=50")
   wait_for(lambda: len(workers(more.pid)) == 2, more)
   more.send_signal(signal.SIGTERM)
   assert more.wait() == 130

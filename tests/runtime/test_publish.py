@@ -17,6 +17,8 @@ from gyre.rollout.jax_engine import JaxEngine
 from gyre.rollout.router import Router
 from gyre.runtime import publish
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CFG = ModelConfig(
   "qwen3",
   vocab_size=64,

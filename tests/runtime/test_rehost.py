@@ -11,6 +11,8 @@ from gyre.runtime.cell import CellError
 from gyre.runtime.cell_worker import CoreWorker
 from gyre.types import Snapshot
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def stateless(first):
   """A CoreWorker without a state, on other devices than the core's."""

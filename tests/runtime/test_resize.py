@@ -17,12 +17,7 @@ SIZES = (2, 2, 2)
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """Toy programs run a few times: compile them with few optimisations."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def _bits(tree):

@@ -24,12 +24,7 @@ MEMBERS = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """Toy programs run a few times: compile them with few optimisations."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Members:
@@ -215,7 +210,7 @@ def test_gradients_are_those_of_one_cell(name, updates, reference):
   _check(got, reference)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_micro_steps_of_other_sizes(rows, reference):
   updates = [toy.batches(0, rows), toy.batches(5, rows)]
   got = toy.run(_elastic(updates, [ALL[:1] if rows == 1 else [], []]))
@@ -248,7 +243,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(EVENTS)
 def test_any_history_on_the_model(updates, reference, history):
   _check(toy.run(_elastic(updates[:1], [history])), reference[:1])
