@@ -243,7 +243,10 @@ class Controller:
     conductor = Conductor(state, workers, work, self.router, watch)
     work.resize_after(e.resize, conductor.ask_resize)
     self._cells.supervise(conductor)
-    await conductor.run()
+    try:
+      await conductor.run()
+    finally:
+      watch.close()
 
   def close(self) -> None:
     """Closes the store and the files."""

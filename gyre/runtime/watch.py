@@ -111,6 +111,11 @@ class Watch:
       self._busy[name].add(role.startswith(of) - before.startswith(of))
     self._switches += role.startswith("to ")
 
+  def close(self) -> None:
+    """The run ends, and with it the roles that cells still have."""
+    for cell in self._roles:
+      self.role(cell, "")
+
   @contextlib.contextmanager
   def span(self, cell: str, name: str, **args: Any) -> Iterator[None]:
     """See conductor.Observer."""
