@@ -262,6 +262,18 @@ def _check_elastic(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
   learner, context = config.learner, config.agent.max_context
+  steps = config.run.steps * learner.updates_per_batch
+  _require(
+    config.optim.warmup_steps <= steps,
+    f"optim.warmup_steps {config.optim.warmup_steps} exceeds the run's {steps} "
+    "optimizer steps",
+  )
+  for name in ("lr", "weight_decay", "clip_norm"):
+    value = getattr(config.optim, name)
+    _require(
+      0 <= value < math.inf,
+      f"optim.{name} must be a number, not negative, got {value}",
+    )
   _require(
     learner.row_tokens >= context,
     f"learner.row_tokens {learner.row_tokens} must hold the longest "
