@@ -360,6 +360,9 @@ def main() -> None:
   except BenchError as error:
     note(f"bench: {error}")
     sys.exit(2)
+  except KeyboardInterrupt:
+    note("\nbench: stopped")
+    sys.exit(130)
   if args.json:
     print(json.dumps(out))
     return

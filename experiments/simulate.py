@@ -442,6 +442,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (UsageError, replay.ReplayError, StoreError, OSError) as error:
     print(f"simulate.py: {error}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print("\nsimulate.py: stopped", file=sys.stderr)
+    return 130
   return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -186,6 +187,23 @@ def test_a_budget_that_does_not_divide_is_one_line(recorded):
   assert done.stderr == (
     "simulate.py: --nodes 5 are no --cells 2 equal cells\n"
   )
+
+
+def test_it_can_be_stopped():
+  """In the middle of much: one line, and no rows."""
+  command = [sys.executable, str(SIMULATE), "--sweep", "mu=1,2,3,4,5,6,7,8"]
+  process = subprocess.Popen(
+    [*command, "phi=0,1,2,3", "--seeds", "2"],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  process.stderr.readline()  # it has begun
+  process.send_signal(signal.SIGINT)
+  out, error = process.communicate(timeout=60)
+  assert (process.returncode, out) == (130, "")
+  assert error.endswith("\nsimulate.py: stopped\n")
+  assert "Traceback" not in error
 
 
 def test_help():
