@@ -10,7 +10,7 @@ A table of a run's executions, and the tree of one, as text or as a page that
 needs nothing else:
 
   python experiments/report.py runs/a --sort branches --largest-first --limit 9
-  python experiments/report.py runs/a --tree train-3/1 --html tree.html
+  python experiments/report.py runs/a --tree train-000003/1 --html tree.html
 """
 
 from __future__ import annotations

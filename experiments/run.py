@@ -6,8 +6,9 @@
   python experiments/run.py --config FILE --mode compile
 
 The same command on the same directory resumes. What a run writes there:
-config.json, tokenizer.json, metrics.jsonl, rollouts.sqlite, checkpoints/,
-timeline.json, tensorboard/, log.txt.
+config.json, tokenizer.json, warm_start.jsonl, metrics.jsonl, rollouts.sqlite,
+checkpoints/, timeline.json, tensorboard/, log.txt. The options of --config and
+their defaults: gyre/config/sections.py.
 """
 
 from __future__ import annotations
@@ -55,15 +56,17 @@ def _own(error: BaseException) -> BaseException:
 def _unknown_option(error: BaseException, argv: list[str]) -> str:
   """The option of the configuration that does not exist; "" if all do.
 
-  config_flags tells its last part only, in a KeyError or one within another.
+  config_flags tells its last part only, in a KeyError or one within another;
+  a line of its own may name a near one.
   """
   said = error
   while isinstance(said, BaseException):
     said = said.args[0] if said.args else ""
+  said, _, near = str(said).partition("\n")
   for argument in argv:
     head, *path = argument.partition("=")[0].lstrip("-").split(".")
-    if head == "config" and str(said).strip("'\"") in path:
-      return ".".join(path)
+    if head == "config" and said.strip("'\"") in path:
+      return "; ".join(filter(None, (".".join(path), near)))
   return ""
 
 

@@ -384,9 +384,14 @@ def parser() -> argparse.ArgumentParser:
     default=1.0,
     help="f: part of an execution that more nodes do not speed up (1)",
   )
-  r.add_argument("--publish-s", type=float, default=0.0)
-  r.add_argument("--to-train-s", type=float, default=8.52)
-  r.add_argument("--to-rollout-s", type=float, default=3.46)
+  for name, default, what in (
+    ("--publish-s", 0.0, "a publication of weights"),
+    ("--to-train-s", 8.52, "a cell's switch to training"),
+    ("--to-rollout-s", 3.46, "a cell's switch back"),
+  ):
+    r.add_argument(
+      name, type=float, default=default, help=f"seconds of {what} ({default:g})"
+    )
   return p
 
 

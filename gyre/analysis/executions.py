@@ -137,7 +137,7 @@ def find(store: RolloutStore, execution_id: str) -> Execution:
   if len(near) == 1 and (found := store.execution(near[0])) is not None:
     return found
   shown = ", ".join((near or ids)[:3]) or "none at all"
-  which = "several end so" if near else "there are"
+  which = "several ids end so" if near else "no id is or ends so; there are"
   raise RunError(
     f"execution {execution_id!r}: {which} ({len(near or ids)}): {shown}"
   )

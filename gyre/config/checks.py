@@ -250,8 +250,8 @@ def _check_elastic(config: Config) -> None:
   )
   _require(
     not (e.policy == "deadline" and (e.window or config.run.deterministic)),
-    "elastic.policy 'deadline' keeps elastic.max_staleness without a window: "
-    f"elastic.window must be 0, got {e.window}, and run.deterministic False",
+    "elastic.policy 'deadline' needs elastic.window 0 and run.deterministic "
+    f"False; they are {e.window} and {config.run.deterministic}",
   )
   _require(
     not (config.run.deterministic and (e.phi or e.window > 1)),

@@ -137,7 +137,7 @@ def test_an_execution_is_found_by_the_end_of_its_id(run):
   with executions.open_store(run) as store:
     assert executions.find(store, "eval-0/0").group_id == "eval-0"
     assert executions.find(store, "-0/1").execution_id == "train-0/1"
-    with pytest.raises(RunError, match="several end so"):
+    with pytest.raises(RunError, match="several ids end so"):
       executions.find(store, "/0")
     with pytest.raises(RunError, match=r"there are \(3\): eval-0/0, "):
       executions.find(store, "nothing")
