@@ -226,6 +226,7 @@ def compile_only(config: Config) -> None:
   if "vocab_size" in hf:
     model_cfg = launch.published_config(hf)
   else:
-    model_cfg = launch.launch(config, TaskSource(config)).model_cfg
+    alone = dataclasses.replace(config, elastic=Elastic())
+    model_cfg = launch.launch(alone, TaskSource(config)).model_cfg
   table = compile_step.compile_step(config, model_cfg, mesh)
   progress.Progress(None, 0).show(table)

@@ -36,6 +36,13 @@ def test_one_line_for_each_mistake(tmp_path, environment):
   assert "none.py" in line
 
 
+def test_the_step_of_one_of_several_cells_is_compiled(tmp_path, environment):
+  options = ("--mode=compile", "--config.elastic.cells=2")
+  code, output = run(tmp_path / "a", environment, *options)
+  assert code == 0, output
+  assert not (tmp_path / "a").exists()
+
+
 def test_what_cannot_be_launched(tmp_path):
   wanted = config_dict(
     mesh={"data": 2, "fsdp": 8}, model={"hf_config": {"a": 1}}
