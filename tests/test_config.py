@@ -71,10 +71,6 @@ def test_to_dict_round_trips():
     ({"learner": {"row_tokens": 64}}, "learner.row_tokens"),
     ({"run": {"steps": 0}}, "run.steps"),
     ({"eval": {"every": -1}}, "eval.every"),
-    (
-      {"run": {"steps": 2}, "optim": {"warmup_steps": 3}},
-      "optim.warmup_steps 3",
-    ),
     ({"optim": {"lr": math.nan}}, "optim.lr"),
     ({"optim": {"lr": -1.0}}, "optim.lr"),
     ({"eval": {"samples": 0}}, "eval.samples"),

@@ -262,12 +262,6 @@ def _check_elastic(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
   learner, context = config.learner, config.agent.max_context
-  steps = config.run.steps * learner.updates_per_batch
-  _require(
-    config.optim.warmup_steps <= steps,
-    f"optim.warmup_steps {config.optim.warmup_steps} exceeds the run's {steps} "
-    "optimizer steps",
-  )
   for name in ("lr", "weight_decay", "clip_norm"):
     value = getattr(config.optim, name)
     _require(

@@ -21,16 +21,12 @@ def make_schedule(cfg: config.Optim, total_steps: int) -> optax.Schedule:
 
   Args:
     cfg: lr, schedule, warmup_steps, final_ratio.
-    total_steps: optimizer steps of the run, warm-up included.
+    total_steps: optimizer steps of the run, warm-up included. A run that is
+      shorter than its warm-up takes the first steps of a longer one.
 
   Raises:
-    ValueError: a warm-up longer than the run, or an unknown schedule.
+    ValueError: an unknown schedule.
   """
-  if cfg.warmup_steps > total_steps:
-    raise ValueError(
-      f"optim.warmup_steps {cfg.warmup_steps} exceeds the run's {total_steps} "
-      "steps"
-    )
   decay = max(1, total_steps - cfg.warmup_steps)
   if cfg.schedule == "constant":
     after = optax.constant_schedule(cfg.lr)
