@@ -4,17 +4,15 @@ import asyncio
 import dataclasses
 import hashlib
 
-import jax
 import numpy as np
 import pytest
+from small_model import small_model
 
 from gyre import config
 from gyre.envs import agent
 from gyre.envs.shell import CommandResult
 from gyre.envs.tasksets import shell
 from gyre.harness import render
-from gyre.models import params as params_lib
-from gyre.models.config import ModelConfig
 from gyre.rollout.jax_engine import JaxEngine
 from gyre.rollout.router import Router
 
@@ -94,23 +92,7 @@ async def _play(engines, params, renderer, executions, points, temperature):
 
 def _check(temperature, executions, switches):
   renderer = render.minimal_renderer(shell.training_text(40), 500)
-  cfg = ModelConfig(
-    "qwen3",
-    vocab_size=renderer.vocab_size,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_dim=64,
-    context_length=1024,
-    tie_embeddings=True,
-    qk_norm=True,
-    init_std=0.2,
-  )
-  params = params_lib.init_params(
-    params_lib.param_specs(cfg), jax.random.key(2)
-  )
+  cfg, params = small_model(renderer.vocab_size, seed=2)
 
   async def main():
     engines = {}

@@ -5,14 +5,12 @@ import threading
 import time
 
 import audited
-import jax
 import numpy as np
 import proxying
 import pytest
+from small_model import small_model
 
 from gyre import config
-from gyre.models import params as params_lib
-from gyre.models.config import ModelConfig
 from gyre.rollout.jax_engine import JaxEngine
 
 openai = pytest.importorskip("openai", reason="needs the openai SDK")
@@ -47,23 +45,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def engine(renderer):
-  cfg = ModelConfig(
-    "qwen3",
-    vocab_size=renderer.vocab_size,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_dim=64,
-    context_length=1024,
-    tie_embeddings=True,
-    qk_norm=True,
-    init_std=0.2,
-  )
-  params = params_lib.init_params(
-    params_lib.param_specs(cfg), jax.random.key(1)
-  )
+  cfg, params = small_model(renderer.vocab_size, seed=1)
   engine = JaxEngine(params, cfg, rollout=ROLLOUT, deterministic=True)
   asyncio.run(engine.ready())
   yield engine

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import bits, chain, in_one_run, sample_of
 
 from gyre.store import rollouts
 from gyre.store.rollouts import RolloutStore, StoreError
@@ -154,26 +155,6 @@ def _size_of(store, table, column):
   return row.fetchone()[0]
 
 
-def _bits(x):
-  """Nested plain form in which arrays are (dtype, shape, bytes)."""
-  if isinstance(x, np.ndarray):
-    return (str(x.dtype), x.shape, x.tobytes())
-  if dataclasses.is_dataclass(x):
-    return {
-      f.name: _bits(getattr(x, f.name)) for f in dataclasses.fields(type(x))
-    }
-  if isinstance(x, dict):
-    return {k: _bits(v) for k, v in x.items()}
-  if isinstance(x, list | tuple):
-    return [_bits(v) for v in x]
-  return x
-
-
-def _in_one_run(samples):
-  """How a path is cut into runs is not kept."""
-  return [dataclasses.replace(s, runs=(s.ids,)) for s in samples]
-
-
 @settings(max_examples=60, deadline=None)
 @given(_groups(), st.data())
 def test_every_field_comes_back_bit_for_bit(group, data):
@@ -187,40 +168,19 @@ def test_every_field_comes_back_bit_for_bit(group, data):
       store.put_execution(execution)
       store.put_samples(3, samples, advantages)
     with RolloutStore(f"{d}/rollouts.sqlite", readonly=True) as store:
-      assert _bits(store.execution("g/0")) == _bits(execution)
-      assert _bits(store.group("g")) == _bits(group)
+      assert bits(store.execution("g/0")) == bits(execution)
+      assert bits(store.group("g")) == bits(group)
       (listed,) = store.groups("train")
-      assert _bits(listed) == _bits(dataclasses.replace(group, executions=()))
+      assert bits(listed) == bits(dataclasses.replace(group, executions=()))
       back = store.samples(3)
-  got = _in_one_run(s for s, _ in back)
-  assert _bits(got) == _bits(_in_one_run(samples))
+  got = in_one_run(s for s, _ in back)
+  assert bits(got) == bits(in_one_run(samples))
   assert [a for _, a in back] == [advantage] * len(samples)
-
-
-def _chain(execution_id="g/0", turns=50, prompt=100):
-  rng = np.random.default_rng(0)
-  ids, calls = rng.integers(0, 999, prompt), []
-  for i in range(turns):
-    new = rng.integers(0, 999, 7)
-    call = Call(
-      execution_id=execution_id,
-      group_id=execution_id.split("/")[0],
-      call_id=f"{i}",
-      parent_hint=f"{i - 1}" if i else None,
-      prompt_ids=ids,
-      completion_ids=new,
-      logprobs=-rng.random(7),
-      versions=[1] * 7,
-      finish_reason="stop",
-    )
-    calls.append(call)
-    ids = np.concatenate([ids, new, rng.integers(0, 999, 3)])
-  return Execution(execution_id, call.group_id, 0, "t", calls=tuple(calls))
 
 
 def test_a_conversation_costs_its_length_once(tmp_path):
   with RolloutStore(tmp_path / "r.sqlite") as store:
-    store.put_execution(_chain(turns=50))
+    store.put_execution(chain(turns=50))
     stored = _size_of(store, "calls", "prompt") // 4
   assert stored == 100 + 49 * 3
 
@@ -281,9 +241,9 @@ def test_what_branches_share_is_stored_once(tmp_path):
     assert _size_of(store, "calls", "logprobs") == 4 * sampled
     assert _size_of(store, "calls", "versions") == 4 * sampled
     back = store.execution("g/0")
-    assert _bits(back) == _bits(execution)
-    lazily = list(map(_bits, store.iter_calls("g/0")))
-    assert lazily == [_bits(c) for c in calls]
+    assert bits(back) == bits(execution)
+    lazily = list(map(bits, store.iter_calls("g/0")))
+    assert lazily == [bits(c) for c in calls]
 
 
 def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
@@ -301,7 +261,7 @@ def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
 def test_the_log_of_a_large_execution_is_given_back(tmp_path, monkeypatch):
   monkeypatch.setattr(rollouts, "_LOG_BYTES", 1 << 16)
   path, log = tmp_path / "r.sqlite", tmp_path / "r.sqlite-wal"
-  first, second = (_chain(f"g/{i}", turns=20, prompt=40_000) for i in range(2))
+  first, second = (chain(f"g/{i}", turns=20, prompt=40_000) for i in range(2))
   with RolloutStore(path) as store, RolloutStore(path, readonly=True) as reader:
     store.put_execution(first)
     assert log.stat().st_size == 0
@@ -317,7 +277,7 @@ def test_the_log_of_a_large_execution_is_given_back(tmp_path, monkeypatch):
     assert len(list(mine)) == 19
     store.put_event("e", {}, step=2)
     assert log.stat().st_size == 0
-    assert _bits(reader.execution("g/1")) == _bits(second)
+    assert bits(reader.execution("g/1")) == bits(second)
 
 
 @pytest.mark.slow
@@ -337,7 +297,7 @@ def test_contexts_of_a_million_tokens(tmp_path, turns):
     written = time.perf_counter() - start
     start = time.perf_counter()
     for a, b in zip(store.iter_calls("g/0"), calls, strict=True):
-      assert _bits(a) == _bits(b)
+      assert bits(a) == bits(b)
     read = time.perf_counter() - start
     on_disk = sum(p.stat().st_size for p in tmp_path.iterdir())
   closed, one = path.stat().st_size, 4 * unique + 8 * sampled
@@ -352,24 +312,9 @@ def test_contexts_of_a_million_tokens(tmp_path, turns):
   assert closed <= 1.5 * one
 
 
-def _sample(execution, **changes):
-  """The last call of an execution."""
-  last = execution.calls[-1]
-  n = len(last.completion_ids)
-  sample = Sample(
-    execution_id=execution.execution_id,
-    group_id=execution.group_id,
-    runs=(last.prompt_ids, last.completion_ids),
-    trained=len(last.prompt_ids) + np.arange(n),
-    logprobs=last.logprobs,
-    versions=last.versions,
-  )
-  return dataclasses.replace(sample, **changes)
-
-
 def test_what_samples_share_with_calls_is_stored_once(tmp_path):
-  execution = _chain(turns=3)
-  sample = _sample(execution)
+  execution = chain(turns=3)
+  sample = sample_of(execution)
   ids = sample.ids
   other = dataclasses.replace(sample, runs=(ids[::-1] + 1,))
   # One that leaves a call in the middle of its prompt.
@@ -384,8 +329,8 @@ def test_what_samples_share_with_calls_is_stored_once(tmp_path):
     got = store.samples(5)
     assert _size_of(store, "samples", "ids") == 4 * len(ids) + 4
   assert [a for _, a in got] == [0.25] * 3
-  want = _in_one_run([sample, other, early])
-  assert _bits(_in_one_run(s for s, _ in got)) == _bits(want)
+  want = in_one_run([sample, other, early])
+  assert bits(in_one_run(s for s, _ in got)) == bits(want)
 
 
 def test_groups_flags_events(tmp_path):
@@ -400,9 +345,9 @@ def test_groups_flags_events(tmp_path):
     store.mark_consumed(["g0", "g1"], 3)
     store.set_consumed({"g1": 2})
     assert store.consumed() == {"g1": 2}
-    store.put_execution(_chain("g0/0", turns=1))
+    store.put_execution(chain("g0/0", turns=1))
     with pytest.raises(StoreError, match="g0/0"):
-      store.put_execution(_chain("g0/0", turns=2))
+      store.put_execution(chain("g0/0", turns=2))
     assert len(store.execution("g0/0").calls) == 1
     assert store.execution_ids("train") == ["g0/0"]
     assert store.execution_ids("eval") == []
@@ -447,18 +392,18 @@ def test_executions_of_lost_weights_are_dropped(tmp_path):
   with RolloutStore(tmp_path / "r.sqlite") as store:
     for v in range(3):
       store.put_group(Group(f"g{v}", v, "t", version=v))
-      e = dataclasses.replace(_chain(f"g{v}/0", turns=2), version=v)
+      e = dataclasses.replace(chain(f"g{v}/0", turns=2), version=v)
       store.put_execution(e)
     assert store.drop_newer(1) == ["g2/0"]
     assert store.execution_ids() == ["g0/0", "g1/0"]
-    store.put_execution(_chain("g2/0", turns=1))
+    store.put_execution(chain("g2/0", turns=1))
     assert len(store.execution("g2/0").calls) == 1
 
 
 def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
   sample = Sample("g/0", "g", ([1, 2],), [1], [-1], [0])
   with RolloutStore(tmp_path / "r.sqlite") as store:
-    store.put_execution(_chain(turns=1))
+    store.put_execution(chain(turns=1))
     for step in (1, 2, 3):
       store.put_samples(step, [sample], {"g/0": 1.0})
       store.put_event("publish", {}, step=step)
@@ -467,133 +412,26 @@ def test_what_a_resumed_run_makes_again_is_forgotten(tmp_path):
     assert [e["step"] for e in store.events()] == [1]
 
 
-_SCHEMA_2 = """
-CREATE TABLE groups (
-  group_id TEXT PRIMARY KEY, phase TEXT NOT NULL, idx INTEGER NOT NULL,
-  task_id TEXT NOT NULL, version INTEGER NOT NULL, consumed_step INTEGER
-) STRICT;
-CREATE INDEX groups_by_phase ON groups (phase, idx);
-CREATE TABLE executions (
-  execution_id TEXT PRIMARY KEY, group_id TEXT NOT NULL,
-  idx INTEGER NOT NULL, task_id TEXT NOT NULL, version INTEGER NOT NULL,
-  seed INTEGER NOT NULL, truncated TEXT NOT NULL, turns INTEGER NOT NULL,
-  status TEXT, score REAL, outcome TEXT, messages TEXT NOT NULL,
-  t_start REAL NOT NULL, t_end REAL NOT NULL
-) STRICT;
-CREATE INDEX executions_by_group ON executions (group_id, idx);
-CREATE TABLE calls (
-  execution_id TEXT NOT NULL, ordinal INTEGER NOT NULL,
-  call_id TEXT NOT NULL, group_id TEXT NOT NULL,
-  base INTEGER, base_len INTEGER NOT NULL, prompt BLOB NOT NULL,
-  completion BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-  finish_reason TEXT NOT NULL, parent_hint TEXT, role TEXT NOT NULL,
-  routing TEXT, t_start REAL NOT NULL, t_end REAL NOT NULL,
-  engine TEXT NOT NULL, asked TEXT NOT NULL, used TEXT NOT NULL,
-  boundary TEXT NOT NULL DEFAULT '',
-  PRIMARY KEY (execution_id, ordinal)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE samples (
-  step INTEGER NOT NULL, ordinal INTEGER NOT NULL,
-  execution_id TEXT NOT NULL, group_id TEXT NOT NULL, role TEXT NOT NULL,
-  advantage REAL, length INTEGER NOT NULL, base INTEGER, base_len INTEGER
-  NOT NULL, ids BLOB NOT NULL, mask BLOB NOT NULL, logprobs BLOB NOT NULL,
-  versions BLOB NOT NULL, PRIMARY KEY (step, ordinal)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE events (
-  event_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, kind TEXT NOT NULL,
-  payload TEXT NOT NULL, t REAL NOT NULL
-) STRICT;
-"""
-
-
-def _old_file(path, version, execution, sample):
-  """A file of an earlier schema, made by that schema's own SQL."""
-  with RolloutStore(path.with_name("new.sqlite")) as store:
-    store.put_execution(execution)
-    store.put_samples(1, [sample], {"g/0": 0.5})
-  schema = _SCHEMA_2
-  if version == 1:
-    schema = schema.replace("  boundary TEXT NOT NULL DEFAULT '',\n", "")
-    assert "boundary" not in schema
-  db = sqlite3.connect(path)
-  db.executescript(schema)
-  db.execute("ATTACH ? AS new", (str(path.with_name("new.sqlite")),))
-  for table in ("executions", "calls", "samples"):
-    names = [x[1] for x in db.execute(f"PRAGMA main.table_info({table})")]
-    names = ", ".join(names)
-    db.execute(f"INSERT INTO main.{table} SELECT {names} FROM new.{table}")
-  db.commit()
-  db.execute(f"PRAGMA user_version={version}")
-  db.close()
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_file_is_read_and_brought_up_to_date(tmp_path, version):
-  path, execution = tmp_path / "r.sqlite", _chain(turns=3)
-  sample = _sample(execution)
-  _old_file(path, version, execution, sample)
-  before = path.read_bytes()
-  with RolloutStore(path, readonly=True) as store:
-    assert _bits(store.execution("g/0")) == _bits(execution)
-    ((back, advantage),) = store.samples(1)
-  assert path.read_bytes() == before
-  assert (
-    _bits(_in_one_run([back])) == _bits(_in_one_run([sample]))
-    and advantage == 0.5
-  )
-  newer = _chain("g/1", turns=1)
-  newer = dataclasses.replace(
-    newer, calls=(dataclasses.replace(newer.calls[0], boundary="strict"),)
-  )
-  weighted = _sample(
-    newer, weights=np.arange(7) / 3, execution_weight=20 / 3, role="sub_agent"
-  )
-  for _ in range(2):
-    with RolloutStore(path) as store:
-      assert _bits(store.execution("g/0")) == _bits(execution)
-      if store.execution("g/1") is None:
-        store.put_execution(newer)
-        store.put_samples(2, [weighted], {})
-  with RolloutStore(path, readonly=True) as store:
-    assert store.execution("g/1").calls[0].boundary == "strict"
-    got = [s for step in (1, 2) for s, _ in store.samples(step)]
-  assert _bits(_in_one_run(got)) == _bits(_in_one_run([sample, weighted]))
-
-
-def test_other_schema_is_refused(tmp_path):
-  path = tmp_path / "r.sqlite"
-  RolloutStore(path).close()
-  db = sqlite3.connect(path)
-  db.execute("PRAGMA user_version=99")
-  db.close()
-  with pytest.raises(StoreError, match=r"schema 99.*reads 3"):
-    RolloutStore(path)
-  with pytest.raises(StoreError, match=r"none\.sqlite"):
-    RolloutStore(tmp_path / "none.sqlite", readonly=True)
-  (tmp_path / "junk").write_bytes(b"not a database, surely" * 99)
-  with pytest.raises(StoreError, match="junk"):
-    RolloutStore(tmp_path / "junk")
-
-
 def test_readers_beside_the_writer(tmp_path):
   path = tmp_path / "r.sqlite"
   writer = RolloutStore(path)
   with writer as store, RolloutStore(path, readonly=True) as reader:
     assert reader.execution_ids() == []
-    store.put_execution(_chain(turns=2))
+    store.put_execution(chain(turns=2))
     assert reader.execution_ids() == ["g/0"]
     with pytest.raises(StoreError, match="readonly"):
-      reader.put_execution(_chain("g/1", turns=1))
+      reader.put_execution(chain("g/1", turns=1))
 
 
 _WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
-import test_rollouts as t
-store = t.RolloutStore(sys.argv[1])
+import records
+from gyre.store.rollouts import RolloutStore
+store = RolloutStore(sys.argv[1])
 start = len(store.execution_ids())
 for i in range(start, start + 10**6):
-  store.put_execution(t._chain(f"g{i:06d}/0", turns=3))
+  store.put_execution(records.chain(f"g{i:06d}/0", turns=3))
   print(i, flush=True)
 """
 
@@ -620,7 +458,7 @@ def test_killed_writer_loses_nothing_it_reported(tmp_path):
       assert len(ids) in (reported + 1, reported + 2)
       for execution_id in ids:
         got = store.execution(execution_id)
-        assert _bits(got) == _bits(_chain(execution_id, turns=3))
+        assert bits(got) == bits(chain(execution_id, turns=3))
   db = sqlite3.connect(path)
   assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
   db.close()
@@ -628,12 +466,12 @@ def test_killed_writer_loses_nothing_it_reported(tmp_path):
 
 def test_a_full_disk_is_one_clear_error(tmp_path):
   with RolloutStore(tmp_path / "r.sqlite") as store:
-    store.put_execution(_chain("g0/0", turns=2))
+    store.put_execution(chain("g0/0", turns=2))
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count={pages + 1}")
     with pytest.raises(StoreError, match="full"):
       for i in range(1, 99):
-        store.put_execution(_chain(f"g{i}/0", turns=40))
+        store.put_execution(chain(f"g{i}/0", turns=40))
     kept = store.execution_ids()
     for execution_id in kept:
       assert store.execution(execution_id) is not None
