@@ -255,6 +255,7 @@ class Watchdog:
     self._cpu_gone = 0.0
     self._fired: dict[str, int] = {}
     self._closed = False
+    self.acting = False
     self._wake = threading.Condition()
     self._thread: threading.Thread | None = None
 
@@ -274,7 +275,11 @@ class Watchdog:
       self._wake.notify()
 
   def end(self) -> None:
-    """The command is over; pauses until `begin` or `resume`."""
+    """The command is over; pauses until `begin` or `resume`.
+
+    What was begun before still goes on while `acting` is True: nothing new may
+    start meanwhile, or it would be taken for what was seen.
+    """
     with self._wake:
       self._paused = True
       if self._clock is not None:
@@ -343,18 +348,25 @@ class Watchdog:
     else:
       reason = self._disk_reason()
     if reason:
-      with self._wake:
-        if self._paused:
-          return
-        self._paused = True
-      self._on_limit(reason)
+      self._act(lambda: self._on_limit(reason), pause=True)
     elif (
       clock is not None
       and not self._timed_out
       and clock.expired(self.cpu_s, True)
     ):
       self._timed_out = True
-      self._on_timeout()
+      self._act(self._on_timeout, pause=False)
+
+  def _act(self, action: Callable[[], None], *, pause: bool) -> None:
+    """Acts on what was seen, unless that is over; see `acting`."""
+    with self._wake:
+      if self._paused:
+        return
+      self._paused, self.acting = pause, True
+    try:
+      action()
+    finally:
+      self.acting = False
 
   def _disk_reason(self) -> str:
     for i, fd in enumerate(self._disks):

@@ -263,7 +263,7 @@ class LocalSandbox(abc.ABC):
         self._to_host(command), self._stop, self._status
       )
     finally:
-      self._watchdog.end()
+      await self._unwatched()
     self._turn += 1
     if self._limit:
       why = "stop"
@@ -280,9 +280,15 @@ class LocalSandbox(abc.ABC):
         )
     return result
 
+  async def _unwatched(self) -> None:
+    """Ends the watch; returns when it does nothing more to what it saw."""
+    self._watchdog.end()
+    while self._watchdog.acting:
+      await asyncio.sleep(0.002)
+
   async def _recover(self) -> str:
     """A new shell where the last one ended between turns; a line about it."""
-    self._watchdog.end()
+    await self._unwatched()
     why = "the shell had ended"
     if self._limit:
       why = f"background jobs were ended: {_WHY[self._limit]}"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -66,6 +67,31 @@ SHARED = (
 def test_memory_bombs_end(bwrap_options, bomb):
   options = dataclasses.replace(bwrap_options, memory_mib=128)
   result, after = play(options, bomb, "echo alive")
+  assert result.killed == "memory" and result.restarted
+  assert after.output == "alive\n"
+
+
+def test_a_watchdog_that_is_slow_to_act_does_not_end_the_next_shell(
+  bwrap_options,
+):
+  options = dataclasses.replace(bwrap_options, memory_mib=128)
+
+  async def main():
+    box = await sandbox.open_sandbox(options, TASK)
+    kill = box._kill_all
+
+    def slowly():
+      kill()
+      if threading.current_thread() is not threading.main_thread():
+        time.sleep(1.0)
+
+    box._kill_all = slowly
+    try:
+      return [await box.run(c, 10) for c in (MANY, "sleep 2; echo alive")]
+    finally:
+      await box.close()
+
+  result, after = asyncio.run(main())
   assert result.killed == "memory" and result.restarted
   assert after.output == "alive\n"
 
