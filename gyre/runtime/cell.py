@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gyre.rollout.engine import Engine
+from gyre.rollout.engine import Engine, EngineError
 from gyre.types import Batch, Snapshot
 
 if TYPE_CHECKING:  # the process of an emulated cell has no JAX
@@ -24,6 +24,14 @@ Sums = Mapping[str, Any]
 
 class CellError(RuntimeError):
   """A cell was asked for what its role or its weights do not allow."""
+
+
+# What is asked of a cell may fail with these because of the cell: refused, or
+# because it, its engine or its process is dead.
+CELL_ERRORS = (CellError, EngineError)
+
+# News of a cell's death may come so many seconds after the error it causes.
+GRACE_S = 10.0
 
 
 class Worker(Protocol):

@@ -20,21 +20,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from gyre.elastic import scheduler as sched
-from gyre.rollout.engine import EngineDown, EngineError
+from gyre.rollout.engine import EngineDown
 from gyre.rollout.router import Router
-from gyre.runtime.cell import CellError, Core, Worker
+from gyre.runtime.cell import CELL_ERRORS, GRACE_S, Core, Worker
 from gyre.runtime.training import Training
 from gyre.types import Batch
-
-# What a transfer or a micro-step may fail with because of its cell.
-CELL_ERRORS = (CellError, EngineError)
-
 
 RETRY_S = 1.0
 # Of the return of a cell to its former role.
 _TRIES = 5
-# News of a cell's death may come after the error that it causes.
-_GRACE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -482,7 +476,7 @@ class Conductor:
     if isinstance(error, EngineDown):
       known = {cell, *asked}
       with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_GRACE_S), self._news:
+        async with asyncio.timeout(GRACE_S), self._news:
           await self._news.wait_for(lambda: known & self._down)
     return cell in self._down
 

@@ -15,19 +15,21 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gyre.rollout.engine import EngineError
-from gyre.runtime.cell import CellError, Core, Sums, Worker
+from gyre.runtime.cell import (
+  CELL_ERRORS,
+  GRACE_S,
+  CellError,
+  Core,
+  Sums,
+  Worker,
+)
 from gyre.runtime.claims import Claims, MicroStep
 
 if TYPE_CHECKING:
   from gyre.runtime.conductor import Observer, Work
 
-_ERRORS = (CellError, EngineError)
 
 log = logging.getLogger(__name__)
-
-# News of a cell's death may come after the error that it causes.
-_GRACE_S = 10.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,7 +239,7 @@ class Training:
     while (claimed := await self._claim(cell)) is not None:
       try:
         await self._micro_step(cell, *claimed)
-      except _ERRORS:
+      except CELL_ERRORS:
         if not await self._died(cell):
           raise
 
@@ -278,7 +280,7 @@ class Training:
         await self._news.wait_for(lambda: not self._alive.issuperset(cells))
 
     try:
-      await asyncio.wait_for(gone(), _GRACE_S)
+      await asyncio.wait_for(gone(), GRACE_S)
     except TimeoutError:
       return False
     return True
@@ -290,7 +292,7 @@ class Training:
     core = self._core
     try:
       await work
-    except _ERRORS as error:
+    except CELL_ERRORS as error:
       known = not self._alive.issuperset((cell, core))
       if isinstance(error, CellError) and not known:
         raise
@@ -357,7 +359,7 @@ class Training:
           cell = self._core
           await self._apply(update, cell)
           return update.lives == lives
-    except _ERRORS:
+    except CELL_ERRORS:
       if not await self._died(cell):
         raise
     if update.lives == lives:
@@ -418,7 +420,7 @@ class Training:
     try:
       with self._observer.span(core, "commit", update=number):
         await self._work.commit(self._workers[core], number, update.metrics)
-    except _ERRORS:
+    except CELL_ERRORS:
       if update.lives == lives and not await self._died(core):
         raise
       return False
