@@ -168,7 +168,7 @@ class CellWorker:
       await self.engine.sleep()
     try:
       await self._do(self._place, weights, version)
-    except Exception:
+    except Exception:  # raised again: the cell serves as before it
       await self._do(self._free_training)
       self.role = "idle"
       if before == "rollout" and self._served is not None:
