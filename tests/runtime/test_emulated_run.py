@@ -16,7 +16,7 @@ DESIGNS = [d for d in tables.TABLE_1 if d.id in ("A0", "C0", "E0")]
 
 
 def compare(directory, seed, *, steps, **options):
-  """Speed-ups of gyre over the others, checked against the simulator's."""
+  """Speed-ups of gyre over the others: {id: (predicted, measured)}."""
   compared = asyncio.run(
     emulated_run.compare(
       DESIGNS, tables.CALIBRATION, directory, seed=seed, steps=steps, **options
@@ -30,16 +30,35 @@ def compare(directory, seed, *, steps, **options):
     assert len(c.measured.staleness) == steps * c.design.law.batch
     shares = [row["emulated/share"] for _, row in c.measured.metrics]
     assert shares == pytest.approx([1.0] * steps)
-  for name, (predicted, measured) in emulated_run.speed_ups(compared).items():
+  speed_ups = emulated_run.speed_ups(compared)
+  for name, (predicted, measured) in speed_ups.items():
     print(f"seed {seed} over {name}: {measured:.3f}, predicted {predicted:.3f}")
-    assert measured == pytest.approx(predicted, rel=0.1)
+  return speed_ups
 
 
 def test_speed_ups_are_the_simulators(tmp_path):
-  compare(tmp_path, 0, steps=4, speedup=2400.0, calls=2)
+  """At the fastest clock the machine keeps up with.
+
+  The seconds that a busy machine adds are fewer emulated hours the slower the
+  clock; a difference between run and simulator stays.
+  """
+  for speedup in (2400.0, 1200.0, 600.0):
+    speed_ups = compare(
+      tmp_path / f"{speedup:g}", 0, steps=4, speedup=speedup, calls=2
+    )
+    far = {
+      name: pair
+      for name, pair in speed_ups.items()
+      if pair[1] != pytest.approx(pair[0], rel=0.1)
+    }
+    if not far:
+      break
+  assert not far
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_speed_ups_at_10_s_an_hour(tmp_path, seed):
-  compare(tmp_path, seed, steps=tables.STEPS_1, speedup=360.0)
+  speed_ups = compare(tmp_path, seed, steps=tables.STEPS_1, speedup=360.0)
+  for predicted, measured in speed_ups.values():
+    assert measured == pytest.approx(predicted, rel=0.1)
