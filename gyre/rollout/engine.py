@@ -172,7 +172,8 @@ class Engine(Protocol):
     Legal while asleep: they take device memory when the engine wakes.
 
     Args:
-      weights: a types.Snapshot or a parameter pytree.
+      weights: a parameter pytree; an engine of another process, or one that
+        computes with none, takes a types.Snapshot too.
       version: not below the current one.
 
     Raises:

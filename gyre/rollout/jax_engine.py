@@ -31,7 +31,6 @@ import jax
 import numpy as np
 
 from gyre import config, types
-from gyre.models import load
 from gyre.models.config import ModelConfig
 from gyre.rollout import (
   engine,
@@ -169,7 +168,7 @@ class JaxEngine:
     await self._call(lambda: self._set_paused(False))
 
   async def load_weights(self, weights: Any, version: int) -> None:
-    """See engine.Engine."""
+    """See engine.Engine; takes arrays, whose reader checks what it read."""
     await self._call(lambda: self._load(weights, version))
 
   async def sleep(self) -> None:
@@ -371,10 +370,6 @@ class JaxEngine:
         f"engine {self.name} serves version {self._sched.version}, not "
         f"replaced by the older {version}"
       )
-    if isinstance(weights, types.Snapshot):
-      cfg, weights = load.load_hf_dir(weights.path)
-      if cfg != self.model_cfg:
-        raise ValueError(f"snapshot holds another model: {cfg}")
     if self._asleep:
       # A copy: the giver may donate its own arrays afterwards.
       self._given = jax.tree.map(np.array, weights)
