@@ -17,15 +17,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gyre.rollout import calls, routes
+from gyre.rollout import calls, delivery, routes
 from gyre.rollout import engine as engine_lib
-
-OnDown = Callable[[str, engine_lib.EngineDown], None]
-
-# An engine's version may rise without a word to the router.
-_LOOK_AGAIN_S = 0.1
-# For a task that was cancelled to end.
-_CANCELLED_S = 5.0
 
 
 class Router:
@@ -40,7 +33,7 @@ class Router:
     name: str = "router",
     patience_s: float = 600.0,
     leave_s: float = 30.0,
-    on_down: OnDown | None = None,
+    on_down: routes.OnDown | None = None,
   ):
     """No cell yet.
 
@@ -51,17 +44,12 @@ class Router:
       on_down: told (cell, why) once when a cell fails.
     """
     self.name = name
-    self._patience_s, self._leave_s = patience_s, leave_s
-    self._on_down = on_down
-    self._cells: dict[str, routes.Cell] = {}
-    self._routes: dict[str, routes.Route] = {}
-    self._calls: dict[str, routes.Call] = {}
-    self._of: dict[str, set[routes.Call]] = {}
+    self._table = routes.Table(name, on_down)
+    self._courier = delivery.Courier(
+      self._table, patience_s=patience_s, leave_s=leave_s
+    )
     self._past = dict.fromkeys(routes.COUNTERS, 0)
     self._numbers = 0
-    self._paused = False
-    self._closed = False
-    self._left = asyncio.Event()
 
   # Cells.
 
@@ -77,10 +65,10 @@ class Router:
       engine: that cell's.
       serving: whether it takes calls already; else `serve` says so.
     """
-    old = self._cells.pop(cell, None)
-    self._cells[cell] = routes.Cell(cell, engine, serving)
+    old = self._table.cells.pop(cell, None)
+    self._table.cells[cell] = routes.Cell(cell, engine, serving)
     self._retire(old)
-    self._signal_all()
+    self._table.signal_all()
 
   def remove(self, cell: str) -> None:
     """Forgets a cell; its executions are nowhere, its calls wait.
@@ -88,9 +76,9 @@ class Router:
     Raises:
       ValueError: no such cell.
     """
-    old = self._cell(cell)
-    del self._cells[cell]
-    for route in self._routes.values():
+    old = self._table.cell(cell)
+    del self._table.cells[cell]
+    for route in self._table.routes.values():
       if route.cell == cell:
         route.cell = None
     self._retire(old)
@@ -110,18 +98,12 @@ class Router:
     Raises:
       ValueError: no such cell.
     """
-    return self._cell(cell).engine
-
-  def _cell(self, name: str) -> routes.Cell:
-    if name not in self._cells:
-      known = ", ".join(self._cells) or "none"
-      raise ValueError(f"no cell {name!r}; there are: {known}")
-    return self._cells[name]
+    return self._table.cell(cell).engine
 
   @property
   def serving(self) -> tuple[str, ...]:
     """The cells that take calls."""
-    return tuple(name for name, c in self._cells.items() if c.serving)
+    return tuple(name for name, c in self._table.cells.items() if c.serving)
 
   def serve(self, cell: str) -> None:
     """A cell takes calls, from now on.
@@ -130,11 +112,11 @@ class Router:
       ValueError: no such cell.
       EngineDown: it failed, and no new engine was added under its name.
     """
-    found = self._cell(cell)
+    found = self._table.cell(cell)
     if found.down is not None:
       raise found.down
     found.serving = True
-    self._signal_all()
+    self._table.signal_all()
 
   def fail(self, cell: str, error: engine_lib.EngineDown) -> None:
     """A cell has failed: its calls go on elsewhere, when they are placed.
@@ -142,13 +124,7 @@ class Router:
     Raises:
       ValueError: no such cell.
     """
-    found = self._cell(cell)
-    if found.down is not None:
-      return
-    found.serving, found.down = False, error
-    found.signal()
-    if self._on_down is not None:
-      self._on_down(cell, error)
+    self._table.fail(self._table.cell(cell), error)
 
   async def drain(
     self, cell: str, targets: Mapping[str, str] | None = None
@@ -168,27 +144,22 @@ class Router:
       ValueError: no such cell, or one that is its own target.
       EngineDown: it failed; its calls have left nevertheless.
     """
-    source = self._cell(cell)
+    source = self._table.cell(cell)
     targets = targets or {}
     for execution_id, target in targets.items():
-      if self._cell(target) is source:
+      if self._table.cell(target) is source:
         raise ValueError(f"{execution_id} cannot move from {cell} to {target}")
     source.serving = False
     leaving = self.executions(cell)
     for execution_id in leaving:
-      self._routes[execution_id].cell = None
+      self._table.routes[execution_id].cell = None
     for execution_id, target in targets.items():
       self.place(execution_id, target)
     source.signal()
-    await self._until(lambda: source.serving or not source.calls)
+    await self._table.until(lambda: source.serving or not source.calls)
     if source.down is not None:
       raise source.down
     return leaving
-
-  async def _until(self, holds: Callable[[], bool]) -> None:
-    """Waits for what can only come true when a call leaves a cell."""
-    while not holds():
-      await self._left.wait()
 
   # Executions.
 
@@ -206,12 +177,12 @@ class Router:
     Raises:
       ValueError: no such cell.
     """
-    self._cell(cell)
-    route = self._routes.setdefault(execution_id, routes.Route())
+    self._table.cell(cell)
+    route = self._table.routes.setdefault(execution_id, routes.Route())
     route.cell = cell
     if version is not None:
       route.version = version
-    for call in self._of.get(execution_id, ()):
+    for call in self._table.calls_of(execution_id):
       call.signal()
 
   async def move(self, execution_id: str, cell: str) -> None:
@@ -221,15 +192,15 @@ class Router:
       ValueError: no such cell.
     """
     self.place(execution_id, cell)
-    mine = self._of.get(execution_id, set())
-    await self._until(
+    mine = self._table.calls_of(execution_id)
+    await self._table.until(
       lambda: all(call.at is None or call.at.name == cell for call in mine)
     )
 
   def forget(self, execution_id: str) -> None:
     """An execution has ended."""
-    self._routes.pop(execution_id, None)
-    for call in self._of.get(execution_id, ()):
+    self._table.routes.pop(execution_id, None)
+    for call in self._table.calls_of(execution_id):
       call.signal()
 
   def executions(self, cell: str) -> list[str]:
@@ -238,8 +209,8 @@ class Router:
     Raises:
       ValueError: no such cell.
     """
-    self._cell(cell)
-    return [e for e, route in self._routes.items() if route.cell == cell]
+    self._table.cell(cell)
+    return [e for e, route in self._table.routes.items() if route.cell == cell]
 
   def anywhere(self) -> engine_lib.Engine:
     """This router, for requests that any cell may serve (evaluation)."""
@@ -261,190 +232,21 @@ class Router:
     """
     call = self._enter(request, on_token)
     try:
-      while (ended := call.partial.ended) is None:
-        cell = await self._placed(call)
-        if cell is None:
-          return call.partial.completion("abort")
-        ended = await self._attempt(call, cell)
-        if ended is not None:
-          break
-      return call.partial.completion(ended)
+      return call.partial.completion(await self._courier.deliver(call))
     finally:
-      self._leave(call)
+      self._table.leave(call)
 
   def _enter(self, request: engine_lib.Request, on_token) -> routes.Call:
-    self._check_open()
+    self._table.check_open()
     self._numbers += 1
     name = request.request_id or f"{self.name}-{self._numbers}"
-    if name in self._calls:
-      raise engine_lib.Rejected(f"request_id {name!r} is being served")
-    partial = calls.Partial(request, on_token)
-    call = routes.Call(partial, name)
-    self._calls[name] = call
-    self._of.setdefault(call.execution_id, set()).add(call)
+    call = routes.Call(calls.Partial(request, on_token), name)
+    self._table.enter(call)
     return call
-
-  def _leave(self, call: routes.Call) -> None:
-    del self._calls[call.name]
-    mine = self._of[call.execution_id]
-    mine.discard(call)
-    if not mine:
-      del self._of[call.execution_id]
-
-  def _check_open(self) -> None:
-    if self._closed:
-      raise engine_lib.EngineDown(f"{self.name} is closed")
-
-  def _signal_all(self) -> None:
-    for call in self._calls.values():
-      call.signal()
-
-  def _cell_of(self, call: routes.Call, version: int = 0) -> routes.Cell | None:
-    """Where a call should be: a cell that serves, or None."""
-    if call.execution_id:
-      route = self._routes.get(call.execution_id)
-      cell = self._cells.get(route.cell) if route and route.cell else None
-      return cell if cell is not None and cell.serving else None
-    if call.at is not None and call.at.serving:
-      return call.at
-    serving = [c for c in self._cells.values() if c.serving]
-    fresh = [c for c in serving if routes.stats_of(c.engine).version >= version]
-    return min(fresh or serving, key=lambda c: len(c.calls), default=None)
-
-  def _version_of(self, call: routes.Call) -> int:
-    """The least version that may serve a call."""
-    route = self._routes.get(call.execution_id)
-    return max(call.partial.request.min_version, route.version if route else 0)
-
-  async def _placed(self, call: routes.Call) -> routes.Cell | None:
-    """Waits for a cell that may serve the call; None once it is aborted."""
-    loop = asyncio.get_running_loop()
-    if call.waits_since is None:
-      call.waits_since = loop.time()
-    while not call.aborted:
-      self._check_open()
-      wanted = self._version_of(call)
-      cell = None if self._paused else self._cell_of(call, wanted)
-      serves = None if cell is None else routes.stats_of(cell.engine).version
-      if serves is not None and serves >= wanted and call.refused is None:
-        return cell
-      if self._paused:
-        call.waits_since = loop.time()
-      left = call.waits_since + self._patience_s - loop.time()
-      if left <= 0:
-        self._give_up(call, cell, serves, wanted)
-      await call.wait(left if cell is None else min(left, _LOOK_AGAIN_S))
-      call.refused = None
-    return None
-
-  def _give_up(self, call, cell, serves, wanted) -> None:
-    if call.refused is not None:
-      raise call.refused
-    where = call.execution_id or call.name
-    if cell is not None:
-      raise engine_lib.StaleVersion(
-        f"{cell.name} serves version {serves}, {where} was promised {wanted}"
-      )
-    route = self._routes.get(call.execution_id)
-    found = self._cells.get(route.cell) if route and route.cell else None
-    raise engine_lib.EngineDown(
-      f"no cell served {where} for {self._patience_s:g} s"
-      + (f": {found.down}" if found is not None and found.down else "")
-    )
-
-  async def _attempt(self, call: routes.Call, cell: routes.Cell) -> str | None:
-    """Sends a call to a cell, until it has ended or must leave.
-
-    Returns:
-      Why the call ended, or None: it goes on elsewhere.
-    """
-    name, engine = call.new_name(), cell.engine
-    work = asyncio.ensure_future(
-      call.partial.send(
-        engine, request_id=name, min_version=self._version_of(call)
-      )
-    )
-    cell.calls.add(call)
-    call.at = cell
-    leaves = False
-    try:
-      while not work.done():
-        signal = call.next_signal()
-        leaves = self._closed or self._cell_of(call) is not cell
-        if call.aborted or leaves:
-          await self._end(call, cell, name, work)
-          break
-        await asyncio.wait({work, signal}, return_when="FIRST_COMPLETED")
-      return self._result(call, cell, work, leaves)
-    finally:
-      try:
-        if not work.done():
-          work.cancel()
-          await asyncio.wait({work}, timeout=_CANCELLED_S)
-      finally:
-        if work.done() and not work.cancelled():
-          work.exception()  # is known, or nobody is left to know it
-        cell.calls.discard(call)
-        call.at = None
-        self._left.set()
-        self._left = asyncio.Event()
-
-  async def _end(
-    self, call: routes.Call, cell: routes.Cell, name: str, work: asyncio.Future
-  ) -> None:
-    """Has the engine give a call back; one that cannot has failed."""
-    ending = asyncio.ensure_future(
-      calls.end(cell.engine, name, work, self._leave_s)
-    )
-    try:
-      while not ending.done() and self._is_up(cell):
-        signal = call.next_signal()
-        await asyncio.wait({ending, signal}, return_when="FIRST_COMPLETED")
-    finally:
-      ending.cancel()
-    if not work.done():
-      self._failed(
-        cell,
-        f"{cell.name} did not give up {name} within {self._leave_s:g} s",
-      )
-
-  def _is_up(self, cell: routes.Cell) -> bool:
-    known = self._cells.get(cell.name) is cell
-    return known and cell.down is None and not self._closed
-
-  def _failed(self, cell: routes.Cell, why: str) -> None:
-    if self._is_up(cell):
-      self.fail(cell.name, engine_lib.EngineDown(why))
-
-  def _result(
-    self,
-    call: routes.Call,
-    cell: routes.Cell,
-    work: asyncio.Future,
-    leaves: bool,
-  ) -> str | None:
-    """As `_attempt`, of work that is done or was given up."""
-    if not work.done():
-      return None
-    if work.cancelled():
-      self._failed(cell, f"{cell.name} cancelled {call.name}")
-      return None
-    error = work.exception()
-    if isinstance(error, engine_lib.EngineDown):
-      self._failed(cell, str(error))
-      return None
-    if isinstance(error, engine_lib.StaleVersion):
-      call.refused = error
-      return None
-    if error is not None:
-      raise error
-    call.waits_since = None
-    reason = work.result()
-    return None if reason == "abort" and leaves else reason
 
   async def abort(self, request_id: str) -> bool:
     """See engine.Engine."""
-    call = self._calls.get(request_id)
+    call = self._table.calls.get(request_id)
     if call is None:
       return False
     call.abort()
@@ -460,26 +262,26 @@ class Router:
     )
     for cell, result in zip(cells, results, strict=True):
       if isinstance(result, engine_lib.EngineDown):
-        if self._cells.get(cell.name) is cell:
-          self.fail(cell.name, result)
+        if self._table.cells.get(cell.name) is cell:
+          self._table.fail(cell, result)
       elif isinstance(result, BaseException):
         raise result
-    self._signal_all()
+    self._table.signal_all()
 
   def _up(self) -> list[routes.Cell]:
-    return [c for c in self._cells.values() if c.down is None]
+    return [c for c in self._table.cells.values() if c.down is None]
 
   async def pause(self, keep: bool = True) -> None:
     """See engine.Engine; cells added later are paused likewise."""
-    self._paused = True
+    self._table.paused = True
     if not keep:
-      for call in self._calls.values():
+      for call in self._table.calls.values():
         call.abort()
     await self._each(lambda e: e.pause(keep), self._up())
 
   async def resume(self) -> None:
     """See engine.Engine."""
-    self._paused = False
+    self._table.paused = False
     await self._each(lambda e: e.resume(), self._up())
 
   async def load_weights(self, weights: Any, version: int) -> None:
@@ -506,7 +308,9 @@ class Router:
 
   def cell_stats(self) -> dict[str, engine_lib.EngineStats]:
     """The counts of each cell's engine."""
-    return {name: routes.stats_of(c.engine) for name, c in self._cells.items()}
+    return {
+      name: routes.stats_of(c.engine) for name, c in self._table.cells.items()
+    }
 
   def stats(self) -> engine_lib.EngineStats:
     """See engine.Engine.
@@ -521,15 +325,17 @@ class Router:
       each.values(),
       self._past,
       version=min(versions or [s.version for s in each.values()], default=0),
-      waiting=sum(call.at is None for call in self._calls.values()),
-      paused=self._paused,
+      waiting=sum(call.at is None for call in self._table.calls.values()),
+      paused=self._table.paused,
     )
 
   async def close(self) -> None:
     """Ends all calls with EngineDown; the engines are not closed."""
-    self._closed = True
-    self._signal_all()
-    await self._until(lambda: not any(c.at for c in self._calls.values()))
+    self._table.closed = True
+    self._table.signal_all()
+    await self._table.until(
+      lambda: not any(c.at for c in self._table.calls.values())
+    )
 
 
 class _Anywhere:

@@ -83,8 +83,9 @@ class Bench:
   def check_idle(self):
     for e in self.all:
       assert not e.errors and not e.live, (e.name, e.errors, e.live)
-    assert not self.router._calls and not self.router._of
-    assert not any(c.calls for c in self.router._cells.values())
+    table = self.router._table
+    assert not table.calls and not table._of
+    assert not any(c.calls for c in table.cells.values())
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

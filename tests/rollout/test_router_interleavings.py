@@ -22,7 +22,7 @@ async def _disturb(b, data, executions):
   router, op = b.router, pick(OPS)
   cells = list(b.engines)
   cell, execution = pick(cells), pick(executions)
-  known = cell in router._cells
+  known = cell in router._table.cells
   if op in ("place", "move") and known:
     if op == "place":
       router.place(execution, cell)
@@ -33,7 +33,7 @@ async def _disturb(b, data, executions):
     targets = {
       e: c
       for e in router.executions(cell)
-      if (c := pick([*router._cells, None])) not in (cell, None)
+      if (c := pick([*router._table.cells, None])) not in (cell, None)
     }
     drain = asyncio.ensure_future(router.drain(cell, targets))
     b.chores.append(drain)
@@ -42,7 +42,7 @@ async def _disturb(b, data, executions):
       await asyncio.wait({drain}, timeout=5)
       assert drain.done()
       b.engines[cell].admits = cell in router.serving
-  elif op == "serve" and known and router._cells[cell].down is None:
+  elif op == "serve" and known and router._table.cells[cell].down is None:
     b.engines[cell].admits = True
     router.serve(cell)
   elif op == "publish":
