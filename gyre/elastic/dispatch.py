@@ -154,7 +154,6 @@ class Group:
     version: v_d, the published version at admission.
     left: executions not yet ended.
     scored: executions that ended with a score.
-    lengths: seconds that each execution took, in order of their ends.
     flat: it is whole, and all its rewards are equal.
   """
 
@@ -162,7 +161,6 @@ class Group:
   version: int
   left: int
   scored: int = 0
-  lengths: tuple[float, ...] = ()
   flat: bool = False
 
 
@@ -185,9 +183,7 @@ class Queue:
     """With one more at its end."""
     return Queue({**self.groups, group.number: group}, self.whole)
 
-  def ended(
-    self, number: int, scored: bool, seconds: float = 0.0, flat: bool = False
-  ) -> Queue:
+  def ended(self, number: int, scored: bool, flat: bool = False) -> Queue:
     """With one execution of a group ended."""
     old = self.groups[number]
     group = Group(
@@ -195,7 +191,6 @@ class Queue:
       version=old.version,
       left=old.left - 1,
       scored=old.scored + scored,
-      lengths=(*old.lengths, seconds),
       flat=flat and old.left == 1,
     )
     whole = self.whole

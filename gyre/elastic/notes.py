@@ -43,13 +43,9 @@ def _finished(state: State, event: Finished) -> moves.Step:
   if event.execution not in state.work:
     return state, ()
   number = event.execution[0]
-  seconds = state.now - state.work.began(event.execution, state.now)
   state = state.but(
     work=state.work.without([event.execution]),
-    queue=state.queue.ended(number, event.scored, seconds, event.flat),
-    counts=dataclasses.replace(
-      state.counts, terminated=state.counts.terminated + 1
-    ),
+    queue=state.queue.ended(number, event.scored, event.flat),
   )
   group = state.queue.groups[number]
   if group.left or group.scored:
@@ -60,15 +56,9 @@ def _finished(state: State, event: Finished) -> moves.Step:
 def drop(state: State, group: Group, reason: str) -> moves.Step:
   """Drops a group, whatever of it runs."""
   members = [(group.number, i) for i in range(state.law.group_size)]
-  counts = dataclasses.replace(
-    state.counts,
-    terminated=state.counts.terminated + group.left,
-    **{reason: getattr(state.counts, reason) + 1},
-  )
   state = state.but(
     queue=state.queue.without((group.number,)),
     work=state.work.without(members),
-    counts=counts,
   )
   return state, (Drop(group.number, reason),)
 

@@ -1,8 +1,7 @@
 """What a scheduler may choose freely, from what events have told.
 
-A policy sees the state, which holds times, counts, ids and the lengths of
-what finished; never the work that is left. Whatever it chooses, E[d] and the
-maximum staleness are the law's.
+A policy sees the state, which holds what events told; never the work that is
+left. Whatever it chooses, E[d] and the maximum staleness are the law's.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from gyre.elastic.placement import Execution
 
 if TYPE_CHECKING:
   from gyre.elastic.state import State
@@ -26,8 +23,6 @@ class Policy:
     leaves: (state, cell name) -> whether that cell, the next in order and in
       rollout, leaves for training now. Only asked when there is something to
       train on, and heard only if what it runs fits the free slots of others.
-    order: state -> the executions that wait, in the order in which they are
-      to start; None: as they were admitted.
     endless: whether Q_b is kept full at the last boundaries too.
     deadlines: whether the maximum staleness is kept by the groups' deadlines
       (`Queue.in_time`) instead of a window.
@@ -35,7 +30,6 @@ class Policy:
 
   name: str
   leaves: Callable[[State, str], bool]
-  order: Callable[[State], tuple[Execution, ...]] | None = None
   endless: bool = False
   deadlines: bool = False
 

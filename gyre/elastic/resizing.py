@@ -150,7 +150,7 @@ def resize(state: State) -> moves.Step:
   if state.transfer or trainer.claims or state.over or not due(state):
     return state, ()
   lent, core = state.fleet.lent, state.plan.layout.core
-  ticket = state.counts.tickets + 1
+  ticket = state.tickets + 1
   action = Resize(core.name, core.devices[: state.wanted], ticket)
   fleet = state.fleet
   if lent is not None:
@@ -159,6 +159,6 @@ def resize(state: State) -> moves.Step:
   state = state.but(
     fleet=fleet,
     transfer=Transfer(action, before="train"),
-    counts=dataclasses.replace(state.counts, tickets=ticket),
+    tickets=ticket,
   )
   return state, (action,)

@@ -75,9 +75,6 @@ def replenish(state: State) -> moves.Step:
     queue=queue,
     work=state.work.add(members),
     next_group=numbers.stop,
-    counts=dataclasses.replace(
-      state.counts, dispatched=state.counts.dispatched + len(members)
-    ),
   )
   return state, tuple(Admit(number, trainer.published) for number in numbers)
 
@@ -158,24 +155,14 @@ def _ready(state: State, most: int) -> tuple[int, ...]:
 
 
 def start(state: State) -> moves.Step:
-  """Executions that wait start where a slot is free, in the policy's order."""
+  """Executions that wait start where a slot is free, in their order."""
   if not state.work.waiting or state.over:
     return state, ()
   free = moves.free_slots(state, len(state.work.waiting))
   if not free:
     return state, ()
-  order = state.plan.policy.order
-  if order is not None:
-    work = dataclasses.replace(state.work, waiting=tuple(order(state)))
-    state = state.but(work=work)
   placed = state.work.waiting[: len(free)]
-  again = sum(execution in state.work.since for execution in placed)
-  state = state.but(
-    work=state.work.start(len(free), free, state.now),
-    counts=dataclasses.replace(
-      state.counts, started=state.counts.started + len(free) - again
-    ),
-  )
+  state = state.but(work=state.work.start(free))
   return state, tuple(map(Start, placed, free))
 
 
@@ -253,8 +240,7 @@ def _needed(state: State) -> str | None:
 def _switch(state: State, name: str, role: str) -> moves.Step:
   """Asks for a transfer; what the cell runs is moved before."""
   post = state.fleet.posts[name]
-  ticket = state.counts.tickets + 1
-  counts = dataclasses.replace(state.counts, tickets=ticket)
+  ticket = state.tickets + 1
   if role == "rollout":
     action = Switch(name, "rollout", ticket)
     fleet = state.fleet.put(name, role="to_rollout")
@@ -266,7 +252,7 @@ def _switch(state: State, name: str, role: str) -> moves.Step:
     hosted = state.fleet.hosted
     action = Switch(name, "train", ticket) if hosted else Rehost(name, ticket)
   transfer = Transfer(action, before=post.role)
-  state = state.but(fleet=fleet, transfer=transfer, counts=counts)
+  state = state.but(fleet=fleet, transfer=transfer, tickets=ticket)
   return state, (*actions, action)
 
 

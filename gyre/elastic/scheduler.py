@@ -154,7 +154,6 @@ def decide(state: State, event: Event) -> moves.Step:
   first = isinstance(event, Begin)
   if state.phase != ("new" if first else "running"):
     return state, ()
-  state = state.but(now=max(state.now, event.time))
   state, actions = notes.NOTES[type(event)](state, event)
   asked = list(actions)
   moved = True

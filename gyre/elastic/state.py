@@ -47,25 +47,6 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
-  """Totals since the beginning.
-
-  Attributes:
-    dispatched, started, terminated: d(t), p(t), f(t), in executions.
-    stale, lost, flat: groups dropped.
-    tickets: transfers asked for.
-  """
-
-  dispatched: int = 0
-  started: int = 0
-  terminated: int = 0
-  stale: int = 0
-  lost: int = 0
-  flat: int = 0
-  tickets: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Resumed:
   """What a stored run knows, to go on from.
 
@@ -125,10 +106,9 @@ class State:
     queue: unconsumed groups.
     work: unfinished executions.
     trainer: how far training is.
-    counts: totals.
     transfer: what is under way, or None.
     next_group: number of the next group.
-    now: time of the latest event.
+    tickets: transfers asked for.
     wanted: devices that the core should train on; None: as in the layout.
     phase: "new" before Begin, "stopped" after Stop.
   """
@@ -138,10 +118,9 @@ class State:
   queue: dispatch.Queue
   work: placement.Work
   trainer: Trainer = Trainer()
-  counts: Counts = Counts()
   transfer: Transfer | None = None
   next_group: int = 0
-  now: float = 0.0
+  tickets: int = 0
   wanted: int | None = None
   phase: Literal["new", "running", "stopped"] = "new"
 

@@ -144,7 +144,7 @@ def test_a_lost_group_is_replaced_at_once():
   assert len(_of(world, sched.Start)) == 4
   world.run(random.Random(0))
   assert world.committed == [1]
-  assert world.state.counts.lost == 1
+  assert world.dropped == {0: "lost"}
 
 
 def test_a_partly_scored_group_is_trained():
@@ -163,7 +163,7 @@ def test_a_group_that_teaches_nothing_is_replaced():
   assert actions[:2] == (sched.Drop(0, "flat"), sched.Admit(1, 0))
   world.run(random.Random(0))
   assert world.committed == [2]
-  assert world.state.counts.flat == 2
+  assert world.dropped == {0: "flat", 1: "flat"}
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -178,7 +178,8 @@ def test_replacements_end(phi, mu, window, streaming):
     world.run(rng)
     assert len(world.committed) == 8
     flat = len(world.flat & set(world.committed))
-    assert len(world.dropped) == world.state.counts.flat <= 4 * 4
+    assert len(world.dropped) <= 4 * 4
+    assert set(world.dropped.values()) <= {"flat"}
     if share == 1:
       assert (flat, len(world.dropped)) == (8, 16)
     elif flat:
@@ -231,7 +232,7 @@ def test_staleness_beyond_the_maximum_is_never_trained():
       world.finish(rng.choice(able))
   assert world.dropped[0] == "stale"
   assert max(world.staleness) <= 2
-  assert world.state.counts.stale == len(world.dropped)
+  assert set(world.dropped.values()) == {"stale"}
   assert len(set(world.committed)) == 16
   # Its replacement carried the version published at that moment.
   drop = next(
@@ -471,22 +472,6 @@ def test_the_steady_policy_keeps_the_law_to_the_end():
     assert surplus == (law.extra if policy == "steady" else 0)
   assert d["waterlevel"] == pytest.approx(law.cold_start_mean(20))
   assert d["steady"] == pytest.approx(law.cold_start_mean(20), abs=0.05)
-
-
-def test_a_policy_orders_the_starts():
-  """Newest group first, wherever a slot becomes free; the rest holds."""
-
-  def newest(state):
-    return tuple(sorted(state.work.waiting, key=lambda e: (-e[0], e[1])))
-
-  policy = policies.Policy("newest", leaves=policies.fits, order=newest)
-  world = World(_cells("core"), Law(0, 1, 4, 2), 3, policy=policy)
-  world.begin()
-  starts = [a.execution for a in _of(world, sched.Start)]
-  assert starts == [(3, 0), (3, 1), (2, 0), (2, 1)]
-  assert world.finish((2, 0)) == (sched.Start((1, 0), "core"),)
-  world.run(random.Random(0))
-  assert sorted(world.committed) == list(range(12))
 
 
 def _resizable(kind):
