@@ -32,6 +32,9 @@ _TRIES = 5
 
 log = logging.getLogger(__name__)
 
+# Each with the ids of the groups in it.
+MicroSteps = Sequence[tuple[Batch, tuple[str, ...]]]
+
 
 class Work(Protocol):
   """What the cells work on.
@@ -63,17 +66,21 @@ class Work(Protocol):
   def drop(self, group: int, reason: str) -> None:
     """A group will not be trained; what ran of it is cancelled."""
 
-  def compose(
-    self, update: int, group: int
-  ) -> Sequence[tuple[Batch, tuple[str, ...]]]:
-    """Takes a group into an update.
+  async def compose(self, update: int, group: int) -> MicroSteps:
+    """Takes a group into an update; one at a time, in order of consumption.
 
     Returns:
-      The micro-steps that are whole now, each with the groups in it.
+      The micro-steps that are whole now.
     """
 
-  def rest(self, update: int) -> Sequence[tuple[Batch, tuple[str, ...]]]:
+  def rest(self, update: int) -> MicroSteps:
     """As `compose`, of what was not yet whole when no group is to come."""
+
+  async def keep(self, update: int) -> None:
+    """Writes down what an update trains, while it is trained.
+
+    It needs no cell, and ends before `commit` begins.
+    """
 
   async def training_weights(self, core: Core, version: int) -> Any:
     """What a satellite joins with: the core's, valid until its next step."""

@@ -273,7 +273,7 @@ class EmulatedWork:
       payload = {"group": group, "reason": reason}
       self._store.put_event("drop", payload, step=self.position.step)
 
-  def compose(
+  async def compose(
     self, update: int, group: int
   ) -> Sequence[tuple[float, tuple[str, ...]]]:
     """See conductor.Work; a micro-step is its share of an update."""
@@ -286,6 +286,10 @@ class EmulatedWork:
     """See conductor.Work."""
     del update
     return ()
+
+  async def keep(self, update: int) -> None:
+    """See conductor.Work; executions are kept when they end."""
+    del update
 
   async def training_weights(self, core: Core, version: int) -> Any:
     """See conductor.Work."""

@@ -9,6 +9,7 @@ from: the newest checkpoint, and what the store holds beside it.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import pathlib
@@ -23,6 +24,7 @@ from gyre.rollout.router import Router
 from gyre.runtime import collect, evaluate, publish, reshard, sampler
 from gyre.runtime.cell import Core, Worker
 from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.conductor import MicroSteps
 from gyre.runtime.record import Record, peak_memory
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
@@ -31,7 +33,7 @@ from gyre.runtime.watch import Watch
 from gyre.store import manifest
 from gyre.store.rollouts import RolloutStore
 from gyre.trajectory.score import reward
-from gyre.types import Batch, Execution, Group, Snapshot
+from gyre.types import Execution, Group, Snapshot
 
 PHASE = "train"
 _WEIGHTS = "weights"
@@ -215,9 +217,26 @@ class RunWork:
       self._config.run.seed,
     )[index]
     done = await self._run(dispatch)
-    self._store.put_execution(done)
+    await self._write(RolloutStore.put_execution, done)
     self._finished[number][index] = done
-    return reward(done.outcome, self._config.learner.score) is not None
+    scored = reward(done.outcome, self._config.learner.score) is not None
+    if scored:
+      self._lost = 0
+    return scored
+
+  async def _write(self, put: Callable[..., None], *args: Any) -> None:
+    """Stores what takes long, in a thread and with a store of its own.
+
+    Args:
+      put: method of RolloutStore.
+      *args: of the method.
+    """
+
+    def written() -> None:
+      with RolloutStore(self._store.path) as store:
+        put(store, *args)
+
+    await asyncio.to_thread(written)
 
   def flat(self, group: int) -> bool:
     """See conductor.Work."""
@@ -247,11 +266,8 @@ class RunWork:
 
   # Updates.
 
-  def compose(
-    self, update: int, group: int
-  ) -> Sequence[tuple[Batch, tuple[str, ...]]]:
-    """See conductor.Work."""
-    self._lost = 0
+  async def compose(self, update: int, group: int) -> MicroSteps:
+    """See conductor.Work: a thread scores and packs, the loop goes on."""
     executions = self._finished[group]
     whole = dataclasses.replace(
       self._groups[group],
@@ -260,11 +276,21 @@ class RunWork:
     making = self._updates.setdefault(
       update, Update(self._config, self._row_multiple)
     )
-    return making.add(score_group(whole, self._config))
 
-  def rest(self, update: int) -> Sequence[tuple[Batch, tuple[str, ...]]]:
+    def composed() -> MicroSteps:
+      return making.add(score_group(whole, self._config))
+
+    return await asyncio.to_thread(composed)
+
+  def rest(self, update: int) -> MicroSteps:
     """See conductor.Work."""
     return self._updates[update].rest()
+
+  async def keep(self, update: int) -> None:
+    """See conductor.Work: the samples are stored, and their tokens audited."""
+    made = self._updates[update]
+    await self._write(RolloutStore.put_samples, update, *made.samples())
+    await asyncio.to_thread(made.audit)
 
   async def training_weights(self, core: Core, version: int) -> Any:
     """See conductor.Work: arrays, or where other processes can read them."""
@@ -286,7 +312,6 @@ class RunWork:
     """See conductor.Work."""
     self._write_line({})
     made = self._updates[update]
-    self._store.put_samples(update, *made.samples())
     row = {"step": update, **made.metrics(update - 1, metrics)}
     row |= self._watch.take(
       self._router.stats().generated_tokens, row["dedup/tokens_trained"]

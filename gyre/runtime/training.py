@@ -46,6 +46,7 @@ class _Update:
     stepping: its sums are being combined and applied; nothing is claimed.
     lives: how often it began anew.
     taking: held while a cell hands sums over.
+    composing: makes the micro-steps of the group that came in last.
   """
 
   claims: Claims
@@ -57,6 +58,7 @@ class _Update:
   stepping: bool = False
   lives: int = 0
   taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+  composing: asyncio.Task | None = None
 
   def start_over(self) -> None:
     """Nothing has been computed."""
@@ -110,6 +112,8 @@ class Training:
     self._leaving: set[str] = set()
     self._core = ""
     self._news = asyncio.Condition()
+    # Groups are composed one after the other, as they were consumed.
+    self._composing = asyncio.Lock()
     # The core's weights stand still while a satellite takes them.
     self._weights = asyncio.Lock()
 
@@ -306,16 +310,28 @@ class Training:
   # Updates.
 
   def consume(self, group: int, number: int) -> None:
-    """A group's micro-steps can be claimed."""
+    """A group's micro-steps can be claimed, once they are composed."""
     update = self._updates.setdefault(number, _Update(Claims(number)))
     update.groups += 1
-    for batch, groups in self._work.compose(number, group):
-      update.claims.add(batch, groups)
-    if update.groups == self._batch:
-      for batch, groups in self._work.rest(number):
-        update.claims.add(batch, groups)
-      update.claims.seal()
-    self._start(self._settle(update))
+    whole = update.groups == self._batch
+    update.composing = self._start(self._compose(update, group, whole))
+
+  async def _compose(self, update: _Update, group: int, whole: bool) -> None:
+    """Adds the micro-steps of a group, and keeps what a whole update is.
+
+    Deaths meanwhile are no concern of this: nothing of it is inside a cell.
+    """
+    claims = update.claims
+    async with self._composing:
+      for batch, groups in await self._work.compose(claims.update, group):
+        claims.add(batch, groups)
+      if whole:
+        for batch, groups in self._work.rest(claims.update):
+          claims.add(batch, groups)
+        claims.seal()
+    await self._settle(update)
+    if whole:
+      await self._work.keep(claims.update)
 
   async def _settle(self, update: _Update) -> None:
     """Goes on when a pass is trained; wakes who waits for work."""
@@ -414,6 +430,7 @@ class Training:
     update = self._updates.get(number)
     if update is None:
       return False
+    await asyncio.shield(update.composing)
     lives, core = update.lives, self._core
     if not await self._step(update):
       return False

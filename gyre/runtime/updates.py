@@ -105,6 +105,7 @@ class Update:
     self._config, self._row_multiple = config, row_multiple
     self.groups: list[Scored] = []
     self._packed: list[Packed] = []
+    self._audit: Mapping[str, int] = {}
     self._pending: list[Scored] = []
     self._filled: Packed | None = None
 
@@ -152,10 +153,17 @@ class Update:
     samples = [s for g in self.groups for s in g.samples()]
     return samples, {k: v for g in self.groups for k, v in g.advantages.items()}
 
+  def audit(self) -> None:
+    """Looks up every token in the loss, for `metrics`; see token_audit."""
+    self._audit = metrics.token_audit(
+      [e for g in self.groups for e in g.group.executions],
+      [s for g in self.groups for s in g.selections],
+    )
+
   def metrics(
     self, version: int, passes: Sequence[Mapping[str, Any]]
   ) -> dict[str, Any]:
-    """The update's line, but for times.
+    """The update's line, but for times; after `audit`.
 
     Args:
       version: of the weights that it trained, before it.
@@ -163,7 +171,6 @@ class Update:
     """
     executions = [e for g in self.groups for e in g.group.executions]
     scores = [s for g in self.groups for s in g.scores]
-    selections = [s for g in self.groups for s in g.selections]
     stale = [version - e.version for e in executions]
     return {
       **metrics.rewards(executions, scores),
@@ -177,7 +184,7 @@ class Update:
         [s for g in self.groups for s in (x.stats for x in g.trained())],
         self._config.trajectory.roles,
       ),
-      **metrics.token_audit(executions, selections),
+      **self._audit,
     }
 
   def _packed_any(self) -> bool:

@@ -243,20 +243,21 @@ class RolloutStore:
           f"call {call.call_id} is of execution {call.execution_id}, not "
           f"{e.execution_id}"
         )
+    known, calls = Prefixes(), []
+    for i, call in enumerate(e.calls):
+      base, shared = known.match(call.prompt_ids)
+      known.add(i, call.prompt_ids, call.completion_ids)
+      calls.append(rows.of_call(call, i, base, shared))
     try:
+      # Others wait while this one writes.
       with self._transaction():
         self._db.execute(
           f"INSERT INTO executions VALUES ({','.join('?' * 14)})",
           rows.of_execution(e),
         )
-        known = Prefixes()
-        for i, call in enumerate(e.calls):
-          base, shared = known.match(call.prompt_ids)
-          known.add(i, call.prompt_ids, call.completion_ids)
-          self._db.execute(
-            f"INSERT INTO calls VALUES ({','.join('?' * 20)})",
-            rows.of_call(call, i, base, shared),
-          )
+        self._db.executemany(
+          f"INSERT INTO calls VALUES ({','.join('?' * 20)})", calls
+        )
     except StoreError as error:
       name = getattr(error.__cause__, "sqlite_errorname", "")
       if name == "SQLITE_CONSTRAINT_PRIMARYKEY":

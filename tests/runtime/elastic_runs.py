@@ -67,11 +67,28 @@ def emulation(
 
 
 class UnevenWork(emulation_lib.EmulatedWork):
-  """No two micro-steps of an update have the same share; they add up to 1."""
+  """No two micro-steps of an update have the same share; they add up to 1.
 
-  def compose(self, update, group):
+  Attributes:
+    composed: groups, in their order.
+    kept: updates, in their order.
+  """
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.composed, self.kept = [], []
+
+  async def keep(self, update):
+    self.kept.append(update)
+
+  async def commit(self, core, update, metrics):
+    assert update in self.kept
+    await super().commit(core, update, metrics)
+
+  async def compose(self, update, group):
+    self.composed.append(group)
     place = len(self._claims.get(update, ()))
-    made = super().compose(update, group)
+    made = await super().compose(update, group)
     parts, batch = self.emulation.parts, self.emulation.law.batch
     weights = [1 + 0.1 * n * n for n in range(batch * parts)]
     mine = weights[place * parts : (place + 1) * parts]
@@ -79,6 +96,23 @@ class UnevenWork(emulation_lib.EmulatedWork):
       (w / sum(weights), groups)
       for w, (_, groups) in zip(mine, made, strict=True)
     ]
+
+
+class SlowWork(UnevenWork):
+  """What is composed takes long, as it does of long executions."""
+
+  busy = False
+
+  async def compose(self, update, group):
+    assert not self.busy
+    self.busy = True
+    await asyncio.sleep(0.5 + group % 3)
+    self.busy = False
+    return await super().compose(update, group)
+
+  async def keep(self, update):
+    await asyncio.sleep(60.0 * (update % 2))
+    await super().keep(update)
 
 
 class Mortal:
@@ -209,6 +243,13 @@ def check(run, outcome):
   trained = [g for groups in books.applied.values() for g in groups]
   assert len(trained) == len(set(trained)) == e.steps * e.law.batch
   assert sorted(outcome.staleness) == sorted(books.staleness)
+  consumed = [
+    action["Consume"]["group"]
+    for _, made in run.log.records
+    for action in made["actions"]
+    if "Consume" in action
+  ]
+  assert run.work.composed == consumed
   bound = e.law.maximum()
   assert bound is None or max(d for *_, d in outcome.staleness) <= bound
   whole = {(g, i) for g in trained for i in range(e.law.group_size)}

@@ -15,6 +15,7 @@ import pytest
 import virtual_time
 from elastic_runs import (
   Mortal,
+  SlowWork,
   UnevenWork,
   check,
   conducted,
@@ -131,6 +132,7 @@ VARIANTS = {
   "two passes": {"passes": 2},
   "ordered": {"ordered": True, "passes": 2},
   "evaluated": {"evaluated": 3},
+  "composed slowly": {"passes": 2, "make_work": SlowWork},
   "beside a pool": {
     "cells": layout(2, 8, standalone=1),
     "phi": 0,
@@ -154,8 +156,10 @@ VARIANTS = {
 
 def check_disturbed(seed, variant):
   async def main():
-    r, e = rng(seed), emulation(**VARIANTS[variant])
-    run = emulated_run.EmulatedRun(e, mortal(e), make_work=UnevenWork)
+    options = {"make_work": UnevenWork} | VARIANTS[variant]
+    make_work = options.pop("make_work")
+    r, e = rng(seed), emulation(**options)
+    run = emulated_run.EmulatedRun(e, mortal(e), make_work=make_work)
     every, fails = r.choice([3.0, 8.0, 20.0]), r.choice([0.0, 0.3, 1.0])
     outcome = await conducted(run, disturb(run, r, every=every, fails=fails))
     check(run, outcome)
@@ -229,6 +233,26 @@ def test_a_core_that_lends_devices_among_deaths():
 @pytest.mark.slow
 def test_many_histories_of_resizes():
   assert sum(check_resized(seed) for seed in range(1000, 1300)) >= 300
+
+
+def test_a_run_that_is_stopped_while_groups_are_composed_leaves_nothing():
+  begun = []
+
+  class Endless(SlowWork):
+    async def compose(self, update, group):
+      if len(self.composed) == 5:
+        begun.append(group)
+        await asyncio.sleep(1e9)
+      return await super().compose(update, group)
+
+  async def main():
+    run = emulated_run.EmulatedRun(emulation(), make_work=Endless)
+    with pytest.raises(TimeoutError):
+      await conducted(run, timeout_s=500.0)
+    assert len(run.work.composed) == 5 and len(begun) == 1
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+  assert not virtual_time.run(main())
 
 
 def test_executions_of_groups_that_are_lost_are_replaced():

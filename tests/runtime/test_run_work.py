@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import threading
 
 import pytest
 import tiny_config
@@ -105,8 +106,9 @@ async def consume(work, update, groups):
     work.admit(group, 0)
     for i in range(CONFIG.rollout.group_size):
       assert await work.run((group, i))
-    work.compose(update, group)
+    await work.compose(update, group)
   work.rest(update)
+  await work.keep(update)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -140,6 +142,57 @@ def test_a_core_that_dies_in_a_commit(tmp_path, after):
       assert store.consumed() == consumed | {
         "train-000002": 2,
         "train-000003": 2,
+      }
+
+  asyncio.run(main())
+
+
+class Held(tuple):
+  """Calls that nobody gets to see before the event loop has had its turn."""
+
+  turn: threading.Event
+
+  def __iter__(self):
+    assert self.turn.wait(30), "the event loop stands still"
+    return super().__iter__()
+
+
+def test_the_loop_goes_on_while_executions_are_stored_scored_and_audited(
+  tmp_path,
+):
+  """With hundreds of calls, each of these takes seconds."""
+
+  async def main():
+    async with made(tmp_path) as (work, store, _):
+      turn, ran = threading.Event(), runner(None, None)
+
+      async def held(dispatch):
+        done = await ran(dispatch)
+        calls = Held(done.calls)
+        calls.turn = turn
+        return dataclasses.replace(done, calls=calls)
+
+      work._run = held
+
+      async def beside(doing):
+        turn.clear()
+        task = asyncio.ensure_future(doing)
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        turn.set()
+        return await task
+
+      for group in (0, 1):
+        work.admit(group, 0)
+        for i in range(CONFIG.rollout.group_size):
+          assert await beside(work.run((group, i)))
+        assert store.execution(work.name((group, i))).calls
+        await beside(work.compose(1, group))
+      work.rest(1)
+      await beside(work.keep(1))
+      assert {s.group_id for s, _ in store.samples(1)} == {
+        "train-000000",
+        "train-000001",
       }
 
   asyncio.run(main())
