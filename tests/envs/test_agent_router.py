@@ -27,8 +27,9 @@ SETTINGS = config.Agent(
 class Stepwise(JaxEngine):
   """Can be interrupted after every token."""
 
-  def _steps(self, prefilling):
-    return 1
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._batcher._steps = lambda prefilling: 1
 
 
 class Echo:

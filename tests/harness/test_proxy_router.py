@@ -24,7 +24,11 @@ CELLS = ("cell 0", "cell 1")
 class Slow(JaxEngine):
   """A token a dispatch, with time between, so that a switch comes between."""
 
-  def _steps(self, prefilling):
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._batcher._steps = self._one
+
+  def _one(self, prefilling):
     time.sleep(0.002)
     return 1
 

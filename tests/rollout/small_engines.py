@@ -57,9 +57,14 @@ class Held(JaxEngine):
 
   armed = False
 
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._one = self._batcher.step
+    self._batcher.step = self._step
+
   def _step(self):
-    super()._step()
-    live = self._by_name.get("held")
+    self._one()
+    live = self._batcher.requests.get("held")
     if self.armed and live is not None and len(live.logprobs) >= 20:
       self.armed = False
       self.reached.set()
@@ -106,7 +111,7 @@ def small_engine(deterministic=False, params=None, device=None, **rollout):
     device=device,
     programs=_PROGRAMS.get(key),
   )
-  _PROGRAMS[key] = e._programs
+  _PROGRAMS[key] = e.programs
   return e
 
 

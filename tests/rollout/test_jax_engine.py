@@ -309,7 +309,7 @@ def test_close_and_failure_answer_every_waiter():
     await e.pause()
     waiting = [asyncio.ensure_future(e.generate(request)) for _ in range(3)]
     await asyncio.sleep(0.05)
-    jax.tree.leaves(e._params)[0].delete()  # a buffer lost under it
+    jax.tree.leaves(e._batcher.params)[0].delete()  # a buffer lost under it
     await e.resume()
     for task in waiting:
       with pytest.raises(engine.EngineDown, match="failed"):

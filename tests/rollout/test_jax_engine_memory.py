@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +104,7 @@ def test_two_engines_on_two_devices_are_equal_and_apart():
     mixed = await asyncio.gather(*(all_of(e, requests) for e in engines))
     prints = [await e.fingerprint() for e in engines]
     for e, d in zip(engines, devices, strict=True):
-      held = [*jax.tree.leaves(e._params), *jax.tree.leaves(e._kv)]
+      held = jax.tree.leaves((e._batcher.params, e._batcher.kv))
       assert all(x.devices() == {d} for x in held)
       await e.close()
     assert prints[0] != prints[1]
@@ -118,14 +120,20 @@ def test_two_engines_on_two_devices_are_equal_and_apart():
 
 
 def test_the_givers_arrays_may_be_donated_afterwards():
+  """And it keeps none of them."""
   params = jax.tree.map(jnp.copy, params_of())
-  layers = params_lib.convert_layout(params, CFG, layout="layers")
 
   async def main():
+    layers = params_lib.convert_layout(params, CFG, layout="layers")
+    given = [weakref.ref(x) for x in jax.tree.leaves(layers)]
     e = small_engine(params=layers)
     await e.ready()
     for x in jax.tree.leaves(layers):
       x.delete()
+    del x, layers
+    params.clear()
+    gc.collect()
+    assert all(x() is None for x in given)
     out = await e.generate(requests_of(1)[0])
     await e.close()
     return out

@@ -44,8 +44,9 @@ def _params():
 class Stepwise(JaxEngine):
   """Can be interrupted after every token."""
 
-  def _steps(self, prefilling):
-    return 1
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._batcher._steps = lambda prefilling: 1
 
 
 _PROGRAMS = {}
@@ -64,7 +65,7 @@ def _engine(name, device, deterministic):
     name=name,
     programs=_PROGRAMS.get(key),
   )
-  _PROGRAMS[key] = e._programs
+  _PROGRAMS[key] = e.programs
   return e
 
 
@@ -106,7 +107,7 @@ async def _switch(router, source, target, engines):
   left = await router.drain(
     source, {e: target for e in router.executions(source)}
   )
-  assert not engines[source]._by_name
+  assert not engines[source]._batcher.requests
   await engines[source].sleep()
   assert engines[source].stats().asleep and "e0" in left
   return asyncio.ensure_future(_return(router, source, engines))

@@ -49,13 +49,13 @@ class Stale(JaxEngine):
 
   keeps = None
 
-  def _load(self, weights, version):
+  async def load_weights(self, weights, version):
     if self.keeps is not None:
       old = _params(0)["layers"]["mlp"][self.keeps]
       mlp = weights["layers"]["mlp"] | {self.keeps: old}
       layers = weights["layers"] | {"mlp": mlp}
       weights = weights | {"layers": layers}
-    super()._load(weights, version)
+    await super().load_weights(weights, version)
 
 
 _PROGRAMS = {}
@@ -72,7 +72,7 @@ def _engine(name="a", dtype="float32"):
     name=name,
     programs=_PROGRAMS.get(dtype),
   )
-  _PROGRAMS[dtype] = e._programs
+  _PROGRAMS[dtype] = e.programs
   return e
 
 
