@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
@@ -40,6 +41,28 @@ from gyre.sim.tables import Calibration, Design
 from gyre.store.rollouts import StoreError
 
 SWEPT = ("phi", "mu", "cells")
+
+# Options that only some modes have, and what they are where not given.
+OF_SWEEP = {"policy": "waterlevel", "max_staleness": None}
+OF_RUN = OF_SWEEP | {
+  "design": None,
+  "nodes": 4,
+  "cells": 4,
+  "train_nodes": None,
+  "mean_staleness": 1.5,
+  "phi": None,
+  "mu": None,
+  "batch": None,
+  "slots": None,
+  "update_s": None,
+  "alpha": 1.0,
+  "serial": 1.0,
+  "publish_s": 0.0,
+  "to_train_s": None,
+  "to_rollout_s": None,
+}
+# Seconds of a cell's switch, published, where a run recorded none.
+TO_TRAIN_S, TO_ROLLOUT_S = 8.52, 3.46
 
 
 class UsageError(ValueError):
@@ -150,19 +173,28 @@ UNIDENTIFIED = (
 )
 
 
+def _number(text: str) -> float:
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError(f"{text} is not finite")
+  return value
+
+
 def parse_sweep(words: Sequence[str]) -> dict[str, list[float]]:
   """["phi=0,0.5", "mu=1,2"] as {"phi": [0.0, 0.5], "mu": [1.0, 2.0]}.
 
   Raises:
-    UsageError: an unknown name or no number.
+    UsageError: an unknown name, one given twice, or no number.
   """
   out: dict[str, list[float]] = {}
   for word in words:
     name, _, values = word.partition("=")
     if name not in SWEPT:
       raise UsageError(f"--sweep {word}: {name!r} is none of {SWEPT}")
+    if name in out:
+      raise UsageError(f"--sweep {word}: {name} is given twice")
     try:
-      out[name] = [float(v) for v in values.split(",")]
+      out[name] = [_number(v) for v in values.split(",")]
     except ValueError:
       raise UsageError(
         f"--sweep {word}: {values!r} are no numbers between commas"
@@ -209,14 +241,15 @@ def do_sweep(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
 def _replayed(options, batch: int, group_size: int) -> list[Design]:
   """The designs asked for, of the nodes asked for."""
   nodes, cells = options.nodes, options.cells
-  if nodes % cells:
+  designs = list(dict.fromkeys(options.design or ()))
+  if nodes % cells and (not designs or "gyre" in designs):
     raise UsageError(f"--nodes {nodes} are no --cells {cells} equal cells")
   train = options.train_nodes or max(1, nodes // 2)
   needs = {"async": 2, "coarse": 2, "colocate": 1, "gyre": 1}
   out = []
-  for kind in options.design or list(needs):
+  for kind in designs or list(needs):
     if nodes < needs[kind]:
-      if options.design:
+      if designs:
         raise UsageError(
           f"--design {kind} needs {needs[kind]} nodes, got --nodes {nodes}"
         )
@@ -265,6 +298,11 @@ def do_run(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
   update_s = options.update_s
   if update_s is None:
     update_s = recorded.update_s
+  to_train, to_rollout = options.to_train_s, options.to_rollout_s
+  if to_train is None:
+    to_train = recorded.switch_s if recorded.switches else TO_TRAIN_S
+  if to_rollout is None:
+    to_rollout = recorded.switch_s if recorded.switches else TO_ROLLOUT_S
   steps = options.steps or max(1, len(recorded.groups) // batch)
   try:
     designs = _replayed(options, batch, recorded.group_size)
@@ -273,8 +311,8 @@ def do_run(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
       load=slots,
       update_work=update_s,
       alpha=options.alpha,
-      to_train=options.to_train_s,
-      to_rollout=options.to_rollout_s,
+      to_train=to_train,
+      to_rollout=to_rollout,
       publish=options.publish_s,
     )
   except ValueError as error:
@@ -310,11 +348,26 @@ def do_run(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
     f"executions of {recorded.mean_s:.3g} s on average and at most "
     f"{recorded.longest_s:.3g} s{was}\n\n"
     f"{steps} steps of {batch} groups, {slots} executions a node, "
-    f"{update_s:.4g} node-seconds an update. Seeds begin at other groups of "
-    "the run. What was recorded counts as work at rate 1.\n\n"
+    f"{update_s:.4g} node-seconds an update, switches of "
+    f"{_seconds(to_train, options.to_train_s, recorded)} to training and of "
+    f"{_seconds(to_rollout, options.to_rollout_s, recorded)} back. Seeds begin "
+    "at other groups of the run. What was recorded counts as work at rate 1."
+    "\n\n"
     f"{report.plain_table(rows)}"
   )
   return text, rows, {}
+
+
+def _seconds(
+  value: float, asked: float | None, recorded: replay.Recorded
+) -> str:
+  """A switch's seconds, and where they are from."""
+  source = "published"
+  if asked is not None:
+    source = "as asked"
+  elif recorded.switches:
+    source = f"the mean of the run's {recorded.switches}"
+  return f"{value:.3g} s ({source})"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -343,9 +396,8 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--steps", type=int, help="updates (the table's; the run's)")
   p.add_argument(
     "--policy",
-    default="waterlevel",
     choices=sorted(POLICIES),
-    help="of --run and --sweep; table 1 has rows of each",
+    help="of --run and --sweep (waterlevel); table 1 has rows of each",
   )
   p.add_argument(
     "--max-staleness",
@@ -361,13 +413,12 @@ def parser() -> argparse.ArgumentParser:
     choices=("async", "colocate", "coarse", "gyre"),
     help="may be given again (default: all)",
   )
-  r.add_argument("--nodes", type=int, default=4, help="nodes in all (4)")
-  r.add_argument("--cells", type=int, default=4, help="gyre's cells (4)")
+  r.add_argument("--nodes", type=int, help="nodes in all (4)")
+  r.add_argument("--cells", type=int, help="gyre's cells (4)")
   r.add_argument("--train-nodes", type=int, help="async's (half)")
   r.add_argument(
     "--mean-staleness",
     type=float,
-    default=1.5,
     help="E[d], which sets phi and mu of each design (1.5)",
   )
   r.add_argument("--phi", type=float, help="of every design instead")
@@ -377,36 +428,74 @@ def parser() -> argparse.ArgumentParser:
   r.add_argument(
     "--update-s", type=float, help="node-seconds an update (the run's)"
   )
-  r.add_argument("--alpha", type=float, default=1.0, help="update_s/n^alpha")
+  r.add_argument("--alpha", type=float, help="update_s/n^alpha (1)")
   r.add_argument(
     "--serial",
     type=float,
-    default=1.0,
     help="f: part of an execution that more nodes do not speed up (1)",
   )
-  for name, default, what in (
-    ("--publish-s", 0.0, "a publication of weights"),
-    ("--to-train-s", 8.52, "a cell's switch to training"),
-    ("--to-rollout-s", 3.46, "a cell's switch back"),
+  for name, what in (
+    ("--publish-s", "a publication of weights (0)"),
+    ("--to-train-s", f"a cell's switch to training (the run's; {TO_TRAIN_S})"),
+    ("--to-rollout-s", f"a cell's switch back (the run's; {TO_ROLLOUT_S})"),
   ):
-    r.add_argument(
-      name, type=float, default=default, help=f"seconds of {what} ({default:g})"
-    )
+    r.add_argument(name, type=float, help=f"seconds of {what}")
   return p
 
 
+def _without_effect(options) -> str:
+  """Why an option that is given would change nothing; "" if all do."""
+  if options.run:
+    mode, known = "--run", OF_RUN
+  elif options.sweep:
+    mode, known = "--sweep", OF_SWEEP
+  else:
+    mode = "--matters" if options.matters else f"--table {options.table}"
+    known = {}
+  for name in OF_RUN:
+    if getattr(options, name) is not None and name not in known:
+      flag = "--" + name.replace("_", "-")
+      modes = "--run or --sweep" if name in OF_SWEEP else "--run"
+      return f"{flag} has no effect with {mode}; it is for {modes}"
+  for flag, value, kind in (
+    ("--cells", options.cells, "gyre"),
+    ("--train-nodes", options.train_nodes, "async"),
+  ):
+    if value is not None and options.design and kind not in options.design:
+      return f"{flag} has no effect without --design {kind}"
+  laws = (options.phi, options.mu, options.mean_staleness)
+  if None not in laws:
+    return "--mean-staleness has no effect with both --phi and --mu"
+  return ""
+
+
 def check(options) -> None:
-  """Refuses numbers that make no sense.
+  """Refuses what makes no sense or has no effect, and fills in the rest.
 
   Raises:
     UsageError: one line.
   """
-  for name in ("seeds", "steps", "nodes", "cells", "batch", "slots", "mu"):
+  if reason := _without_effect(options):
+    raise UsageError(reason)
+  for name, default in OF_RUN.items():
+    value = getattr(options, name)
+    if value is None:
+      setattr(options, name, default)
+    elif isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+      flag = "--" + name.replace("_", "-")
+      raise UsageError(f"{flag} must be a number >= 0, got {value}")
+  whole = "seeds steps nodes cells train_nodes batch slots mu"
+  for name in whole.split():
     value = getattr(options, name)
     if value is not None and value < 1:
-      raise UsageError(f"--{name} must be >= 1, got {value}")
+      flag = "--" + name.replace("_", "-")
+      raise UsageError(f"{flag} must be >= 1, got {value}")
   if options.first_seed < 0:
     raise UsageError(f"--first-seed must be >= 0, got {options.first_seed}")
+  if options.picture is not None:
+    path = pathlib.Path(options.picture)
+    if path.is_dir() or not path.parent.is_dir():
+      raise UsageError(f"--picture {path}: there can be no file of that name")
 
 
 def write_picture(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:

@@ -50,7 +50,6 @@ class Result:
       last end.
     rollout_busy: share of the slots of serving cells that held an execution.
     train_busy: share of the node-seconds in training that trained.
-    rollout_node_seconds, train_node_seconds: node-seconds in those roles.
     decisions: (event, actions) of every decision, where asked for.
   """
 
@@ -66,8 +65,6 @@ class Result:
   group_durations: tuple[float, ...]
   rollout_busy: float
   train_busy: float
-  rollout_node_seconds: float
-  train_node_seconds: float
   decisions: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
   @property
@@ -111,7 +108,6 @@ class _Clock:
     self.group_durations: list[float] = []
     self.switches = self.migrations = self.dropped = 0
     self.slot_s = self.held_s = self.train_s = self.trained_s = 0.0
-    self.rollout_s = 0.0
     self.decisions: list[tuple[Any, tuple[Any, ...]]] | None = (
       [] if record else None
     )
@@ -138,7 +134,6 @@ class _Clock:
     if dt > 0:
       self.slot_s += dt * self.pool.slots
       self.held_s += dt * len(self.pool.runs)
-      self.rollout_s += dt * self.pool.nodes
       self.train_s += dt * self.trainer.nodes
       self.trained_s += self.trainer.advance(dt) * self.trainer.nodes
       self.pool.advance(dt)
@@ -293,8 +288,6 @@ class _Clock:
       group_durations=tuple(self.group_durations),
       rollout_busy=self.held_s / self.slot_s if self.slot_s else 0.0,
       train_busy=self.trained_s / self.train_s if self.train_s else 0.0,
-      rollout_node_seconds=self.rollout_s,
-      train_node_seconds=self.train_s,
       decisions=tuple(self.decisions or ()),
     )
 
@@ -308,7 +301,6 @@ def simulate(
   steps: int,
   streaming: bool = True,
   policy: str | policies.Policy = "waterlevel",
-  endless: bool | None = None,
   record: bool = False,
 ) -> Result:
   """Runs `steps` updates under the scheduler's rule.
@@ -321,8 +313,6 @@ def simulate(
     steps: optimizer updates.
     streaming: train a group as soon as it is whole.
     policy: of the scheduler.
-    endless: admit groups that no update will consume; None: as the policy
-      has it.
     record: keep every event and its actions in `Result.decisions`.
 
   Returns:
@@ -339,7 +329,6 @@ def simulate(
     streaming=streaming,
     policy=policy,
     steps=steps,
-    endless=endless,
   )
   clock = _Clock(layout, law, workload, costs, steps, record)
   event: Any = scheduler.Begin(0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,8 @@ class Recorded:
     batch: B, groups an update; 0 where the configuration does not tell.
     slots: executions that an engine of it held at once; 0 where unknown.
     update_s: median seconds of an update's training; 0 where not recorded.
+    switch_s: mean seconds of a cell's change of role; 0 where none was.
+    switches: of which it is the mean.
     skipped: groups that lack executions.
     mean_s, longest_s: of the durations.
     hours: of all its steps, where recorded; else None.
@@ -43,22 +44,25 @@ class Recorded:
   batch: int
   slots: int
   update_s: float
+  switch_s: float
+  switches: int
   skipped: int
   mean_s: float
   longest_s: float
   hours: float | None
 
-  def workload(self, seed: int, *, timeout: float = math.inf) -> Replay:
+  def workload(self, seed: int) -> Replay:
     """The groups, begun elsewhere for each seed; seed 0 is the recorded order.
+
+    Recorded timeouts are in the durations already.
 
     Args:
       seed: turns the order of groups; executions stay as they are.
-      timeout: wall seconds; recorded timeouts are in the durations already.
     """
     n = len(self.groups)
     first = (seed * max(1, n // 8 + 1)) % n
     turned = {i: self.groups[(first + i) % n] for i in range(n)}
-    return Replay(turned, timeout=timeout)
+    return Replay(turned)
 
 
 def _rows(path: pathlib.Path) -> list[Mapping[str, Any]]:
@@ -72,10 +76,15 @@ def read(directory: pathlib.Path) -> Recorded:
   """Reads a run's directory; nothing in it is changed.
 
   Raises:
-    ReplayError: no whole group, or a file that is not what a run writes.
+    ReplayError: no run, no whole group, or a file that is not what a run
+      writes.
     StoreError: rollouts.sqlite cannot be read.
   """
-  with RolloutStore(directory / "rollouts.sqlite", readonly=True) as store:
+  rollouts = directory / "rollouts.sqlite"
+  if not rollouts.is_file():
+    what = "has no rollouts.sqlite" if directory.is_dir() else "is no directory"
+    raise ReplayError(f"there is no run at {directory}: it {what}")
+  with RolloutStore(rollouts, readonly=True) as store:
     lengths = store.lengths("train")
   members: dict[int, dict[int, Work]] = {}
   for group, index, status, seconds in lengths:
@@ -110,12 +119,16 @@ def read(directory: pathlib.Path) -> Recorded:
   seconds = [work.seconds for group in whole for work in group]
   trained = _numbers(rows, "perf/train_s")
   stepped = _numbers(rows, "perf/step_s")
+  switches = round(sum(_numbers(rows, "elastic/switches")))
+  switching = sum(_numbers(rows, "elastic/switch_s"))
   return Recorded(
     groups=tuple(whole),
     group_size=size,
     batch=batch,
     slots=slots,
     update_s=statistics.median(trained) if trained else 0.0,
+    switch_s=switching / switches if switches else 0.0,
+    switches=switches,
     skipped=len(members) - len(whole),
     mean_s=statistics.fmean(seconds),
     longest_s=max(seconds),

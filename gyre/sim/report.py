@@ -45,12 +45,15 @@ class Row:
   @property
   def mean_staleness(self) -> float:
     """Mean d over all groups trained."""
-    return sum(run.mean_staleness for run in self.runs) / len(self.runs)
+    return self._mean("mean_staleness")
 
   @property
   def max_staleness(self) -> int:
     """The largest d."""
     return max(run.max_staleness for run in self.runs)
+
+  def _mean(self, name: str) -> float:
+    return sum(getattr(run, name) for run in self.runs) / len(self.runs)
 
   def as_json(self) -> dict[str, Any]:
     """As in the JSON line."""
@@ -68,7 +71,9 @@ class Row:
       "bound": round(self.bound, 4),
       "staleness_mean": round(self.mean_staleness, 4),
       "staleness_max": self.max_staleness,
-      "switches": sum(run.switches for run in self.runs) / len(self.runs),
+      "switches": self._mean("switches"),
+      "rollout_busy": round(self._mean("rollout_busy"), 4),
+      "train_busy": round(self._mean("train_busy"), 4),
     }
 
 

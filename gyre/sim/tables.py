@@ -17,7 +17,7 @@ from gyre.elastic.policies import POLICIES
 from gyre.sim.bound import lower_bound
 from gyre.sim.clock import Result, simulate
 from gyre.sim.fluids import Costs
-from gyre.sim.workload import HOUR, LogNormal, Workload
+from gyre.sim.workload import HOUR, LogNormal
 
 NODES = 32
 BATCH = 16
@@ -388,22 +388,20 @@ def run_design(
   seed: int,
   *,
   steps: int,
-  workload: Workload | None = None,
 ) -> Result:
   """Simulates one design on one seed.
 
   Args:
     design: the row.
-    calibration: costs and, without `workload`, works.
+    calibration: costs and works.
     seed: of the works.
     steps: updates.
-    workload: instead of the calibration's.
   """
   slots = calibration.slots * design.law.batch * GROUP_SIZE
   return simulate(
     design.layout(slots),
     design.law,
-    workload or calibration.workload(seed),
+    calibration.workload(seed),
     calibration.costs(design.nodes, design.law.batch),
     steps=steps,
     streaming=design.streaming,

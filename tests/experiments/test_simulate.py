@@ -134,7 +134,7 @@ def test_replay_under_another_budget(recorded):
   free = ["--to-train-s", 0, "--to-rollout-s", 0]
   done = run(
     *("--run", recorded, "--design", "colocate", "--mean-staleness", 0),
-    *("--nodes", 1, "--cells", 1, "--seeds", 2, *free),
+    *("--nodes", 1, "--seeds", 2, *free),
   )
   assert done.returncode == 0, done.stderr
   (row,) = cells(done.stdout)
@@ -142,7 +142,7 @@ def test_replay_under_another_budget(recorded):
   assert row["hours"] == "6 ± 0" and row["max d"] == "0"
   done = run(
     *("--run", recorded, "--design", "colocate", "--mean-staleness", 0),
-    *("--nodes", 2, "--cells", 1, "--seeds", 1, "--json", *free),
+    *("--nodes", 2, "--seeds", 1, "--json", *free),
   )
   # Two nodes halve the training; an execution lasts as long as ever.
   line = json.loads(done.stdout.splitlines()[-1])
@@ -150,8 +150,12 @@ def test_replay_under_another_budget(recorded):
 
 
 def test_replay_of_all_designs(recorded):
-  done = run("--run", recorded, "--seeds", 1)
+  with (recorded / "metrics.jsonl").open("a") as lines:
+    lines.write('{"elastic/switches": 4, "elastic/switch_s": 6.0}\n')
+  done = run("--run", recorded, "--seeds", 1, "--to-rollout-s", 2)
   assert done.returncode == 0, done.stderr
+  assert "1.5 s (the mean of the run's 4) to training" in done.stdout
+  assert "2 s (as asked) back" in done.stdout
   assert [row["id"] for row in cells(done.stdout)] == [
     "async",
     "coarse",
@@ -170,7 +174,23 @@ def test_replay_of_all_designs(recorded):
     (["--sweep", "phi=0.3"], "nearest phi is 0.3125"),
     (["--sweep", "cells=5"], "32 nodes are no 5 equal cells"),
     (["--sweep", "mu=5", "--max-staleness", 4], "max_staleness 4 is below 5"),
-    (["--run", "nowhere"], "cannot open nowhere"),
+    (["--sweep", "mu=1", "mu=2"], "mu is given twice"),
+    (["--sweep", "phi=inf"], "'inf' are no numbers"),
+    (["--sweep", "mu=1", "--slots", 4], "--slots has no effect with --sweep"),
+    (["--table", 1, "--nodes", 4], "--nodes has no effect with --table 1"),
+    (["--matters", "--policy", "steady"], "it is for --run or --sweep"),
+    (["--run", "nowhere"], "no run at nowhere: it is no directory"),
+    (["--run", "x", "--alpha", "nan"], "--alpha must be a number >= 0"),
+    (
+      ["--run", "x", "--design", "async", "--cells", 2],
+      "without --design gyre",
+    ),
+    (["--run", "x", "--design", "gyre", "--train-nodes", 2], "--design async"),
+    (
+      ["--run", "x", "--phi", 0, "--mu", 1, "--mean-staleness", 1],
+      "--mean-staleness has no effect with both --phi and --mu",
+    ),
+    (["--table", 1, "--picture", "nowhere/x.html"], "can be no file"),
     (["--table", 1, "--first-seed", -1], "got -1"),
   ],
 )

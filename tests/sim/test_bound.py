@@ -97,7 +97,7 @@ def test_no_run_passes_it(
     costs,
     steps=6,
     streaming=streaming,
-    endless=endless,
+    policy="steady" if endless else "waterlevel",
   )
   bound = lower_bound(
     law, work, costs, nodes=nodes, slots=3, steps=6, endless=endless

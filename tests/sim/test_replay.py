@@ -11,7 +11,7 @@ from gyre.sim import picture, replay
 from gyre.sim.clock import simulate
 from gyre.sim.fluids import Costs
 from gyre.sim.workload import Work
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.rollouts import RolloutStore
 from gyre.types import Execution, Group, Outcome
 
 
@@ -58,6 +58,8 @@ def test_a_run_is_read_back(tmp_path):
       {"step": 1, "perf/train_s": 2.0, "perf/step_s": 1800.0},
       {"step": 2, "perf/train_s": 4.0, "perf/step_s": 1800.0},
       {"step": 3, "perf/train_s": 3.0, "perf/step_s": 3600.0},
+      {"step": 4, "elastic/switches": 3, "elastic/switch_s": 1.0},
+      {"step": 5, "elastic/switches": 1, "elastic/switch_s": 5.0},
     ],
   )
   got = replay.read(tmp_path)
@@ -67,6 +69,7 @@ def test_a_run_is_read_back(tmp_path):
   )
   assert (got.group_size, got.batch, got.slots) == (2, 1, 3)
   assert (got.update_s, got.skipped, got.hours) == (3.0, 1, 2.0)
+  assert (got.switch_s, got.switches) == (1.5, 4)
   assert (got.mean_s, got.longest_s) == (2.5, 4.0)
 
 
@@ -109,7 +112,9 @@ def test_the_slots_of_a_cell_are_those_of_an_elastic_run(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-  with pytest.raises(StoreError, match=r"rollouts\.sqlite"):
+  with pytest.raises(replay.ReplayError, match="gone: it is no directory"):
+    replay.read(tmp_path / "gone")
+  with pytest.raises(replay.ReplayError, match=r"has no rollouts\.sqlite"):
     replay.read(tmp_path)
   _record(tmp_path, [[None, 3.0]])
   with pytest.raises(replay.ReplayError, match=r"1 recorded .* no whole group"):
