@@ -66,11 +66,10 @@ class Costs:
 
 @dataclasses.dataclass
 class Run:
-  """An execution under way: where, since when, and the V at which it ends."""
+  """An execution under way: where, and since when."""
 
   cell: str
   start: float
-  end_v: float
 
 
 class Pool:
@@ -98,7 +97,7 @@ class Pool:
     if execution in self.runs:
       raise SimulationError(f"execution {execution} started twice")
     end_v = self.v + self.workload.work(execution).seconds
-    self.runs[execution] = Run(cell, now, end_v)
+    self.runs[execution] = Run(cell, now)
     self.held[cell] += 1
     heapq.heappush(self._by_work, (end_v, execution))
     if math.isfinite(self.workload.timeout):

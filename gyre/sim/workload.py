@@ -148,11 +148,6 @@ class Replay:
     self.timeout = timeout
     self._groups = [groups[i] for i in range(len(groups))]
 
-  @property
-  def num_groups(self) -> int:
-    """Groups before the first comes again."""
-    return len(self._groups)
-
   def work(self, execution: ExecutionId) -> Work:
     """The work of an execution."""
     group, index = execution

@@ -74,7 +74,7 @@ def test_an_index_outside_the_group_is_refused():
 def test_replayed_groups_come_again_after_the_last():
   groups = {0: (Work(1.0), Work(2.0)), 1: (Work(3.0), Work(4.0, scored=False))}
   w = Replay(groups, timeout=9.0)
-  assert w.group_size == 2 and w.num_groups == 2 and w.timeout == 9.0
+  assert w.group_size == 2 and w.timeout == 9.0
   assert w.work((1, 1)) == Work(4.0, scored=False)
   assert w.work((2, 0)) == w.work((0, 0)) == Work(1.0)
 
