@@ -12,6 +12,7 @@ from gyre.types import Call
 
 _CONTEXT = 16  # tokens shown on either side of a split
 _DEEP = 6  # levels of indentation
+_WIDTH = 72  # characters of quoted text
 
 
 def _spans(numbers: Sequence[int], names: Sequence[str]) -> str:
@@ -100,11 +101,11 @@ def around(
   return pieces.text(before), on(older), on(newer)
 
 
-def _quote(text: str, width: int = 72, *, end: bool = False) -> str:
-  """Text in one line of at most `width` characters; `end` keeps its end."""
+def _quote(text: str, *, end: bool = False) -> str:
+  """Text in one line of at most _WIDTH characters; `end` keeps its end."""
   shown = printable(text)
-  if len(shown) > width:
-    shown = "…" + shown[1 - width :] if end else shown[: width - 1] + "…"
+  if len(shown) > _WIDTH:
+    shown = "…" + shown[1 - _WIDTH :] if end else shown[: _WIDTH - 1] + "…"
   return f'"{shown}"'
 
 

@@ -33,20 +33,13 @@ def _info(name: str, mode: int, mtime: float) -> tarfile.TarInfo:
   return info
 
 
-def pack_files(
-  files: Mapping[str, task_lib.FileSpec],
-  *,
-  mtime: int = EPOCH,
-  uid: int = 0,
-  gid: int = 0,
-) -> bytes:
+def pack_files(files: Mapping[str, task_lib.FileSpec]) -> bytes:
   """A tar of task files, sorted, with parents, owners and times fixed."""
   out = io.BytesIO()
   made: set[str] = set()
 
   def add(tar, name, spec):
-    info = _info(name, spec.mode, mtime)
-    info.uid, info.gid = uid, gid
+    info = _info(name, spec.mode, EPOCH)
     if spec.directory:
       info.type = tarfile.DIRTYPE
       made.add(name)

@@ -328,28 +328,6 @@ def load_task(directory: str | os.PathLike[str]) -> Task:
   )
 
 
-def load_tasks(directory: str | os.PathLike[str]) -> list[Task]:
-  """Loads every task directory directly under `directory`, sorted by name.
-
-  Raises:
-    TaskError: there is none, one is malformed, or two share an id.
-  """
-  root = pathlib.Path(directory)
-  if not root.is_dir():
-    raise TaskError(f"{root}: no such directory of tasks")
-  tasks = [load_task(p.parent) for p in sorted(root.glob("*/task.toml"))]
-  if not tasks:
-    raise TaskError(f"{root}: holds no directory with a task.toml")
-  seen: dict[str, str] = {}
-  for task in tasks:
-    if task.task_id in seen:
-      raise TaskError(
-        f"{task.path}: id {task.task_id!r} is taken by {seen[task.task_id]}"
-      )
-    seen[task.task_id] = task.path
-  return tasks
-
-
 def _toml_value(value: Any) -> str:
   if isinstance(value, bool):
     return "true" if value else "false"

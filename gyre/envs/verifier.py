@@ -20,7 +20,6 @@ import asyncio
 import collections
 import dataclasses
 import hashlib
-import logging
 import pathlib
 import weakref
 
@@ -28,7 +27,6 @@ from gyre import config, types
 from gyre.envs import reports, sandbox, snapshot
 from gyre.envs import task as task_lib
 
-_LOG = logging.getLogger(__name__)
 _ENV = {
   "TEST_DIR": "/tests",
   # Python must not import what the agent left in the working directory.

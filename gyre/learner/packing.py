@@ -32,7 +32,6 @@ class Packed:
 
   Attributes:
     batches: micro-steps, numpy Batch each, of one shape.
-    sample_keys: (execution_id, index among its samples) of sample number i.
     execution_ids: of execution number i.
     tokens_flat: tokens that training each sample by itself would compute.
     tokens_trained: tokens in the rows (shared ones once a tree).
@@ -41,7 +40,6 @@ class Packed:
   """
 
   batches: tuple[Batch, ...]
-  sample_keys: tuple[tuple[str, int], ...]
   execution_ids: tuple[str, ...]
   tokens_flat: int
   tokens_trained: int
@@ -296,18 +294,14 @@ def _execution_weights(samples, execution, weights, count) -> np.ndarray:
 
 def _numbered(
   samples: Sequence[Sample], advantages: Mapping[str, float] | None
-) -> tuple[_Numbering, tuple[tuple[str, int], ...], tuple[str, ...]]:
-  """Numbers samples and executions; returns also the keys of both."""
+) -> tuple[_Numbering, tuple[str, ...]]:
+  """Numbers samples and executions; returns also the executions' ids."""
   names: dict[str, int] = {}
-  count_of: dict[str, int] = {}
   execution = np.zeros(len(samples), int)
   weights = np.zeros(len(samples))
   advantage = np.ones(len(samples))
-  keys = []
   for i, s in enumerate(samples):
     execution[i] = names.setdefault(s.execution_id, len(names))
-    keys.append((s.execution_id, count_of.get(s.execution_id, 0)))
-    count_of[s.execution_id] = keys[-1][1] + 1
     weights[i] = _sample_weight(s)
     if advantages is not None:
       advantage[i] = advantages[s.execution_id]
@@ -317,7 +311,7 @@ def _numbered(
     weights.astype(np.float32),
     _execution_weights(samples, execution, weights, len(names)),
   )
-  return number, tuple(keys), tuple(names)
+  return number, tuple(names)
 
 
 def _write_row(
@@ -412,7 +406,7 @@ def pack(
   samples = [s for s in samples if len(s.trained)]
   _check(samples, row_tokens, row_entries, advantages)
   limits = (row_tokens, np.inf if row_entries is None else row_entries)
-  number, keys, names = _numbered(samples, advantages)
+  number, names = _numbered(samples, advantages)
   groups: dict[object, list[_Item]] = {}
   for i, s in enumerate(samples):
     item = _Item(i, _fed(s), len(s.trained))
@@ -433,48 +427,9 @@ def pack(
       batches.append(batch)
   return Packed(
     batches=tuple(batches),
-    sample_keys=keys,
     execution_ids=names,
     tokens_flat=sum(int(s.trained[-1]) for s in samples),
     tokens_trained=sum(t.num_tokens for t in trees),
     tokens_padded=sum(b.tokens.size for b in batches),
     num_entries=sum(int(b.num_entries.sum()) for b in batches),
   )
-
-
-def unpack(batch: Batch) -> dict[int, dict[str, np.ndarray]]:
-  """Reads samples back from a packed batch, by sample number.
-
-  Args:
-    batch: one micro-step, on the host.
-
-  Returns:
-    sample number -> ids, up to its last trained token; trained, logprobs,
-    versions and weights as a Sample has them; the scalars execution and
-    advantage.
-
-  Raises:
-    ValueError: targets are not the ids that follow.
-  """
-  out = {}
-  for r in range(batch.tokens.shape[0]):
-    ends = batch.subtree_end[r, : batch.num_tokens[r]]
-    count = int(batch.num_entries[r])
-    for i in np.unique(batch.sample[r, :count]):
-      at = np.flatnonzero(batch.sample[r, :count] == i)
-      last = int(batch.entry_parent[r, at[-1]])
-      path = np.flatnonzero(ends[: last + 1] > last)
-      ids = np.append(batch.tokens[r, path], batch.entry_target[r, at[-1]])
-      where = batch.positions[r, batch.entry_parent[r, at]] + 1
-      if not np.array_equal(ids[where], batch.entry_target[r, at]):
-        raise ValueError(f"sample {i}: targets disagree with its tokens")
-      out[int(i)] = {
-        "ids": ids,
-        "trained": where,
-        "logprobs": batch.logp_behaviour[r, at],
-        "versions": batch.version[r, at],
-        "weights": batch.weight[r, at],
-        "execution": batch.execution[r, at[0]],
-        "advantage": batch.advantage[r, at[0]],
-      }
-  return out

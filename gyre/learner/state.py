@@ -92,7 +92,6 @@ def abstract_state(
   specs: params_lib.Specs,
   optimizer: optax.GradientTransformation,
   mesh: Mesh | None = None,
-  rules: params_lib.Rules = params_lib.DEFAULT_RULES,
 ) -> TrainState:
   """Returns a TrainState of ShapeDtypeStruct, with shardings over `mesh`.
 
@@ -109,7 +108,7 @@ def abstract_state(
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     state,
-    state_shardings(specs, optimizer, mesh, rules),
+    state_shardings(specs, optimizer, mesh),
   )
 
 
@@ -120,7 +119,6 @@ def init_state(
   *,
   specs: params_lib.Specs | None = None,
   mesh: Mesh | None = None,
-  rules: params_lib.Rules = params_lib.DEFAULT_RULES,
   version: int = 0,
 ) -> TrainState:
   """Returns the state before the first step.
@@ -130,8 +128,7 @@ def init_state(
     optimizer: from `optim.make_optimizer`.
     key: PRNG key kept in the state.
     specs: of the parameters; needed with `mesh`.
-    mesh: places the state by `rules`; None: leaves it where it is.
-    rules: logical axis -> mesh axis.
+    mesh: places the state by the default rules; None: leaves it where it is.
     version: of these weights.
 
   Raises:
@@ -144,7 +141,7 @@ def init_state(
     return _create(masters, optimizer, key, version)
   if specs is None:
     raise ValueError(f"placing a state over {mesh.shape} needs specs, got None")
-  shardings = state_shardings(specs, optimizer, mesh, rules)
+  shardings = state_shardings(specs, optimizer, mesh)
   masters = jax.device_put(masters, shardings.params)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(
     masters

@@ -467,7 +467,6 @@ def make_update(
   learner: config.Learner,
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
-  mesh: Mesh | None = None,
   **options: Any,
 ) -> Callable[..., tuple[state.TrainState, dict[str, Any]]]:
   """Builds update(state, batches, *, extras=None): one optimizer step.
@@ -480,7 +479,7 @@ def make_update(
     otherwise accumulates.
   """
   return make_programs(
-    model_cfg, learner, optimizer, schedule, mesh, **options
+    model_cfg, learner, optimizer, schedule, **options
   ).update
 
 

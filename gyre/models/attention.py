@@ -134,8 +134,6 @@ def attention(
 def packed_attend(
   subtree_end: Int[Array, "B T"] | None,
   positions: Int[Array, "B T"],
-  *,
-  implementation: str | None = None,
 ) -> AttendFn:
   """Returns the AttendFn of training and scoring: whole rows, no cache.
 
@@ -144,7 +142,6 @@ def packed_attend(
       j <= i < subtree_end[j]; None is plain causal attention.
     positions: of each token in its own sequence; windows are measured in
       them, since a sibling may lie between.
-    implementation: passed to `gyre_kernels.attention`.
 
   Returns:
     attend; a layer's state passes through it unchanged.
@@ -162,7 +159,6 @@ def packed_attend(
       softcap=softcap,
       sinks=sinks,
       scale=scale,
-      implementation=implementation,
     )
     return out, layer_state
 

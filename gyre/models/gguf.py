@@ -44,7 +44,6 @@ def load_gguf(
   path: load.Path,
   *,
   layout: params_lib.Layout = "stacked",
-  order: params_lib.Order = "oi",
   dtype: Any = jnp.float32,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[ModelConfig, params_lib.Params, tokenizers.Tokenizer, str]:
@@ -53,7 +52,6 @@ def load_gguf(
   Args:
     path: the file, or "package:NAME" for the one in an installed package.
     layout: of the parameter tree.
-    order: of its matrices.
     dtype: of its arrays.
     mesh: where given, parameters are sharded over it.
 
@@ -68,7 +66,7 @@ def load_gguf(
   tensors = {t.name: t for t in reader.tensors}
   cfg = _config(meta, tensors)
   tokenizer = _tokenizer(meta)
-  specs = params_lib.param_specs(cfg, layout=layout, order=order, dtype=dtype)
+  specs = params_lib.param_specs(cfg, layout=layout, dtype=dtype)
   arrays = _Tensors(tensors, cfg, hf.tensor_names(specs, cfg))
   params = hf.from_hf(arrays, cfg, specs)
   shardings = None if mesh is None else params_lib.param_shardings(specs, mesh)

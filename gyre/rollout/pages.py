@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-PADDING_PAGE = 0
-
 
 def root_key(version: int, salt: str) -> bytes:
   """The key before the first page: weights version and salt.

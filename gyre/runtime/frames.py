@@ -47,7 +47,6 @@ _TYPES = {
 
 # Errors that are raised in the controller as they were in the worker.
 ERRORS = {
-  "ArraysError": "gyre.store.arrays",
   "CellError": "gyre.runtime.cell",
   "CheckpointError": "gyre.runtime.reshard",
   "ConfigError": "gyre.config",

@@ -47,7 +47,7 @@ async def publish(
       other weights. It is left paused.
   """
   if isinstance(weights, Snapshot):
-    await asyncio.to_thread(manifest.verify, weights.path)
+    await asyncio.to_thread(manifest.checked, weights.path, weights.verified)
   elif expected is None and isinstance(engine, JaxEngine):
     expected = await asyncio.to_thread(engine.fingerprint_of, weights)
   paused, wrong = engine.stats().paused, ""
@@ -71,20 +71,19 @@ async def publish_to_all(
   router: Router,
   weights: Any,
   version: int,
-  expected: Fingerprint | None = None,
 ) -> dict[str, Exception]:
   """Publishes to every cell that serves; one that does not pass is failed.
 
   Args:
     router: over the cells.
-    weights, version, expected: as for `publish`.
+    weights, version: as for `publish`.
 
   Returns:
     Cells that failed, and why: their executions are to be placed elsewhere.
   """
   cells = router.serving
   results = await asyncio.gather(
-    *(publish(router.engine(c), weights, version, expected) for c in cells),
+    *(publish(router.engine(c), weights, version) for c in cells),
     return_exceptions=True,
   )
   failed = {}

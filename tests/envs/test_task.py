@@ -112,16 +112,7 @@ def test_broken_directories_are_one_line_errors(tmp_path, files, message):
   assert str(tmp_path) in str(e.value) or "least" in message or "rel" in message
 
 
-def test_directories_of_tasks(tmp_path):
-  with pytest.raises(task_lib.TaskError, match="holds no directory"):
-    task_lib.load_tasks(tmp_path)
-  write(tmp_path / "b", "")
-  write(tmp_path / "a", "")
-  (tmp_path / "notes.txt").write_text("x")
-  assert [t.task_id for t in task_lib.load_tasks(tmp_path)] == ["a", "b"]
-  write(tmp_path / "c", '[task]\nname = "a"')
-  with pytest.raises(task_lib.TaskError, match="'a' is taken"):
-    task_lib.load_tasks(tmp_path)
+def test_a_directory_that_is_not_there(tmp_path):
   with pytest.raises(task_lib.TaskError, match="no such"):
     task_lib.load_task(tmp_path / "nowhere")
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from unpacking import unpack
 
 from gyre.learner import packing, step
 from gyre.models import params as params_lib
@@ -134,7 +135,7 @@ def near_policy():
     packed = packing.pack(samples, None, row_tokens=64, micro_rows=8)
     (batch,) = packed.batches
     logp = np.asarray(step.make_score(cfg)(params, batch))
-    scored = packing.unpack(dataclasses.replace(batch, logp_behaviour=logp))
+    scored = unpack(dataclasses.replace(batch, logp_behaviour=logp))
     rng = np.random.default_rng(seed)
     out = []
     for i, s in enumerate(samples):
