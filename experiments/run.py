@@ -9,6 +9,10 @@ The same command on the same directory resumes. What a run writes there:
 config.json, tokenizer.json, warm_start.jsonl, metrics.jsonl, rollouts.sqlite,
 checkpoints/, timeline.json, tensorboard/, log.txt. The options of --config and
 their defaults: gyre/config/sections.py.
+
+Exit status: 0 when done; 2 after one line on what is to be mended; 130 when
+stopped by Ctrl-C or, but for --mode compile, SIGTERM: every process that it
+started is ended, and what was recorded is kept.
 """
 
 from __future__ import annotations
@@ -79,7 +83,10 @@ def _parse(argv: list[str]) -> list[str]:
     name = _unknown_option(error, argv)
     _fail(f"the configuration has no option {name}" if name else _own(error))
   except (flags.Error, TypeError, ValueError) as error:
-    _fail(_own(error))
+    said = str(_own(error))
+    if "Traceback (" in said:  # of the file; what was raised is the last line
+      said = f"--config: {said.strip().splitlines()[-1]}"
+    _fail(said)
   return rest
 
 
@@ -101,6 +108,8 @@ def main(argv: list[str]) -> None:
   """Runs the mode asked for."""
   if len(argv) > 1:
     _fail(f"unknown argument {argv[1]!r}; see --help")
+  if flags.FLAGS["checkpoint"].present and _MODE.value != "eval":
+    _fail(f"--checkpoint has no effect with --mode {_MODE.value}, only eval")
   if not flags.FLAGS["config"].present:
     _fail("--config is needed: experiments/configs/quickstart.py, for one")
   path, _ = _config_file()
@@ -114,6 +123,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells much at INFO
   from gyre.runtime import main as runtime
 
+  trains = _MODE.value == "train"
   try:
     if _MODE.value == "compile":
       runtime.compile_only(config)
@@ -128,9 +138,8 @@ def main(argv: list[str]) -> None:
       raise
     _fail(error)
   except KeyboardInterrupt:
-    print(
-      "\nstopped; the same command goes on from where it was", file=sys.stderr
-    )
+    what = "goes on from where it was" if trains else "begins anew"
+    print(f"\nstopped; the same command {what}", file=sys.stderr)
     sys.exit(130)
 
 

@@ -78,6 +78,9 @@ def _listen(port):
 
 def main(argv):
   """Listens, tells the port, and leaves a process that forwards."""
+  known = len(argv) == 2 or (len(argv) == 3 and argv[2].isdecimal())
+  if not known or int((*argv, "0")[2]) > 65535:
+    sys.exit("usage: relay.py SOCKET [PORT]")
   # Relative to its directory, a path fits into a socket's address.
   folder, name = os.path.split(argv[1])
   listener = _listen(int(argv[2]) if len(argv) > 2 else 0)

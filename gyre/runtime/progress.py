@@ -21,11 +21,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 100
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-  """Draws the last `width` values in [0, 1]; values outside are clipped."""
+def sparkline(values: list[float]) -> str:
+  """Draws the last 40 values in [0, 1]; values outside are clipped."""
   top = len(_BARS) - 1
   return "".join(
-    _BARS[round(min(max(v, 0.0), 1.0) * top)] for v in values[-width:]
+    _BARS[round(min(max(v, 0.0), 1.0) * top)] for v in values[-40:]
   )
 
 
@@ -65,17 +65,14 @@ def eval_text(row: Mapping[str, Any]) -> str:
 class Progress:
   """Shows a run and keeps log.txt."""
 
-  def __init__(
-    self, path: pathlib.Path | None, steps: int, console: Console | None = None
-  ):
+  def __init__(self, path: pathlib.Path | None, steps: int):
     """Opens the log.
 
     Args:
       path: log.txt, continued if it exists; None keeps no log.
       steps: of the whole run.
-      console: where to show; default standard output.
     """
-    self.console = console or Console(highlight=False, soft_wrap=True)
+    self.console = Console(highlight=False, soft_wrap=True)
     self._file = None
     if path is not None:
       self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115

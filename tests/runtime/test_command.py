@@ -1,7 +1,9 @@
 """What a user does wrong is one line and exit status 2; Ctrl-C is clean."""
 
+import contextlib
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -9,9 +11,10 @@ import subprocess
 import time
 
 import pytest
-from running import command, rows, run
+from running import CONFIG, command, rows, run
 
 from gyre.config import ConfigError, config_dict, from_config_dict
+from gyre.envs import sandbox
 from gyre.runtime import launch, main, tasks, workdir
 from gyre.store import manifest
 
@@ -26,6 +29,16 @@ def refuse(directory, environment, *options):
   return lines[0]
 
 
+def sandboxes(pid):
+  """Directories of a run's sandboxes, and processes that work in them."""
+  found = list(sandbox.base_directory().glob(f"{pid}-*"))
+  for link in pathlib.Path("/proc").glob("[0-9]*/cwd"):
+    with contextlib.suppress(OSError):
+      if f"/{pid}-" in os.readlink(link):
+        found.append(link)
+  return found
+
+
 def test_one_line_for_each_mistake(tmp_path, environment):
   line = refuse(tmp_path / "a", environment, "--config.rollout.top_k=5")
   assert "rollout.top_k" in line
@@ -34,6 +47,10 @@ def test_one_line_for_each_mistake(tmp_path, environment):
     assert f"no option {name}" in line
   line = refuse(tmp_path / "a", environment, "--config", "none.py")
   assert "none.py" in line
+  line = refuse(tmp_path / "a", environment, "--config", f"{CONFIG}:large")
+  assert "get_config() takes 0 positional arguments" in line
+  line = refuse(tmp_path / "a", environment, "--checkpoint=3")
+  assert "--checkpoint has no effect with --mode train" in line
 
 
 def test_the_step_of_one_of_several_cells_is_compiled(tmp_path, environment):
@@ -117,6 +134,26 @@ def test_mode_eval_changes_nothing(whole, environment):
   assert (whole / "metrics.jsonl").read_bytes() == before
   line = refuse(whole, environment, "--mode=eval", "--checkpoint=77")
   assert "'77'" in line and "2, 3" in line
+  # SIGTERM ends an evaluation, and its sandboxes with it.
+  names = sorted(p.name for p in whole.iterdir())
+  process = subprocess.Popen(
+    command(whole, "--mode=eval", "--config.eval.n=9000"),
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  end = time.monotonic() + 200
+  while not sandboxes(process.pid) and process.poll() is None:
+    assert time.monotonic() < end
+    time.sleep(0.05)
+  process.terminate()
+  output = process.communicate()[0]
+  assert process.returncode == 130, output
+  assert output.endswith("\nstopped; the same command begins anew\n")
+  assert "Traceback" not in output
+  assert sandboxes(process.pid) == []
+  assert sorted(p.name for p in whole.iterdir()) == names
 
 
 def test_steps_may_be_raised_and_ctrl_c(tmp_path, whole, environment):
