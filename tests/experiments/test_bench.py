@@ -116,9 +116,15 @@ def test_ratio_above_one_means_ours_is_better():
   [
     (("attention", "--peer", "vllm=python"), "knows no peer 'vllm'"),
     (
-      ("attention", "--quick", "--peer", "torch=/no/python"),
+      ("attention", "--quick", "--peer", "torch=/bin/false"),
       "no setting of torch ran",
     ),
+    (("attention", "--peer", "torch=/no/python"), "no program '/no/python'"),
+    (("attention", "--peer", "a=sh", "--peer", "a=sh"), "a is given twice"),
+    (("attention", "--model", "x"), "--model has no effect but with combine"),
+    (("engine", "--run", "x"), "--run has no effect but with trajectories"),
+    (("engine", "--quick", "--rounds", "2"), "no effect with --quick"),
+    (("trajectories", "--run", "/no/run"), "no run at --run /no/run"),
     (("attention", "--only", "nonsense"), "no case of attention"),
     (("train", "--quick", "--model", "/no/model"), "/no/model"),
   ],
@@ -178,5 +184,6 @@ def test_what_the_proxy_adds_is_measured():
   "name", ["train", "grpo", "reshard", "combine", "elastic"]
 )
 def test_the_other_benchmarks_run(tiny_model, name):
-  out = run_json(name, "--quick", "--model", tiny_model)
+  model = () if name == "elastic" else ("--model", tiny_model)
+  out = run_json(name, "--quick", *model)
   assert all(r["ours"] > 0 for r in out["rows"])

@@ -27,7 +27,29 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
   assert done.returncode == 2
   (line,) = done.stderr.splitlines()
   assert "no GPU" in line
+  done = run("gpu_report.py", "--peer", "torch=/no/python")
+  assert done.returncode == 2
+  assert "no program '/no/python'" in done.stderr
   assert not (tmp_path / "report").exists()
+
+
+def test_benchmarks_are_of_the_gpu_and_of_the_peers_they_know(tmp_path):
+  """What each is asked for; it then fails, which is a leg of the report."""
+  (tmp_path / "config.json").write_text("{}")
+  code = (
+    "import bench, gpu_report, sys\n"
+    "def benchmark(name, options, peers, rounds):\n"
+    "  print(name, options.device, options.quick, rounds, *peers)\n"
+    "  raise bench.BenchError('nothing was measured')\n"
+    "bench.benchmark = benchmark\n"
+    "legs = gpu_report.run_benchmarks(gpu_report.parse(sys.argv[1:]))\n"
+    "assert not any(leg.ok for leg in legs)"
+  )
+  peer = ("--peer", f"vllm={sys.executable}")
+  done = run("-c", code, "--model", str(tmp_path), *peer, "--rounds", "2")
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert "attention gpu False 2" in lines and "engine gpu False 2 vllm" in lines
 
 
 def test_reads_what_pytest_reports(tmp_path):
