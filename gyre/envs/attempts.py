@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from gyre import config, types
 from gyre.envs import sandbox as sandbox_lib
@@ -36,7 +36,8 @@ async def verified(
     verify: scores the workspace; verifier.verify or one like it.
 
   Returns:
-    The Outcome; "eval_failed" when no attempt is left.
+    The Outcome; "eval_failed" when no attempt is left. Its detail tells what
+    of the workspace was not kept.
   """
   while True:
     try:
@@ -50,12 +51,25 @@ async def verified(
             deterministic=request.deterministic,
           )
           if outcome.status != "eval_failed" or retries <= 0:
-            return outcome
+            return _with_what_is_left_out(outcome, box.kept_without)
           retries -= 1
     except sandbox_lib.SandboxError as e:
       if retries <= 0:
         return types.Outcome(status="eval_failed", detail=str(e))
       retries -= 1
+
+
+def _with_what_is_left_out(
+  outcome: types.Outcome, left_out: Sequence[str]
+) -> types.Outcome:
+  if not left_out:
+    return outcome
+  # A name is the agent's: on one line, and not for ever.
+  said = f"not kept: {' '.join(left_out[0].split())[:200]}"
+  if more := len(left_out) - 1:
+    said += f" and {more} more"
+  detail = "; ".join(filter(None, (outcome.detail, said)))
+  return dataclasses.replace(outcome, detail=detail)
 
 
 async def within(

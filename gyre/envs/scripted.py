@@ -14,45 +14,8 @@ import numpy as np
 
 from gyre.envs import task as task_lib
 from gyre.envs import tool_calls
-from gyre.envs.shell import CommandResult
 from gyre.harness import render
 from gyre.rollout import engine as engine_lib
-
-
-class ScriptedBox:
-  """The shell of a task whose reference solution prints known outputs.
-
-  With it a supervised transcript costs no sandbox; it runs nothing, and
-  answers the commands of the solution only.
-  """
-
-  def __init__(self, task: task_lib.Task):
-    """Takes the outputs from metadata's `outputs`.
-
-    Raises:
-      ValueError: the task does not tell one output for each solution turn.
-    """
-    outputs = task.metadata.get("outputs", ())
-    if not outputs or len(outputs) != len(task.solution_turns):
-      raise ValueError(
-        f"task {task.task_id} has {len(task.solution_turns)} solution turns "
-        f"and {len(outputs)} known outputs"
-      )
-    self._left = list(zip(task.solution_turns, outputs, strict=True))
-
-  async def run(
-    self, command: str, timeout_s: float | None = None
-  ) -> CommandResult:
-    """The output that `command` has as the next turn of the solution.
-
-    Raises:
-      ValueError: it is not that turn's command.
-    """
-    del timeout_s
-    known, output = self._left.pop(0) if self._left else ("", "")
-    if command != known:
-      raise ValueError(f"the next command is {known!r}, not {command!r}")
-    return CommandResult(output=output, exit_code=0)
 
 
 class ScriptedPolicy:

@@ -130,18 +130,12 @@ class Goal:
     checks: (name, shell condition) pairs; none holds before, nor in an empty
       workspace, all hold after.
     wrong: commands that look right and are not.
-    outputs: what each of `turns` prints; empty where none does.
   """
 
   text: str
   turns: tuple[str, ...]
   checks: tuple[tuple[str, str], ...]
   wrong: tuple[str, ...] = ()
-  outputs: tuple[str, ...] = ()
-
-  def printed(self) -> tuple[str, ...]:
-    """What each turn prints, without the last newline."""
-    return self.outputs or ("",) * len(self.turns)
 
 
 def quoted(text: str) -> str:

@@ -215,8 +215,7 @@ def make_task(
       draws them anew for each task.
 
   Returns:
-    A Task with solution_turns, what each of them prints (metadata's
-    `outputs`) and the ids of its assertions.
+    A Task with solution_turns and the ids of its assertions.
 
   Raises:
     ValueError: no such kind or split, or turns that it cannot have.
@@ -242,7 +241,6 @@ def make_task(
     metadata={
       "kind": kind,
       "turns": len(solution),
-      "outputs": tuple(o for g in made for o in g.printed()),
     },
     expected=tuple(name for name, _ in assertions),
   )

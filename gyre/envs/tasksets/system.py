@@ -182,7 +182,6 @@ def process(d: Draw) -> Goal:
     return Goal(
       text,
       (command,),
-      outputs=(word,),
       **result(out, str(status), f"sh {script} > {out}"),
     )
   made, out = d.file("txt"), d.file("txt")
@@ -240,7 +239,6 @@ def orders(d: Draw, turns: int) -> list[Goal]:
         (f"cat {note}", *(t for g in made for t in g.turns)),
         tuple(c for g in made for c in g.checks),
         (f"cat {note}", made[-1].wrong[0]),
-        ("\n".join(g.text for g in made), *("" for _ in made)),
       )
     )
   return out
@@ -271,6 +269,5 @@ def trail(d: Draw, turns: int) -> list[Goal]:
       (*(f"cat {s}" for s in stops), f"echo {word} > {out}"),
       ((f"{out}_filled", is_filled(out)), (f"{out}_right", is_text(out, word))),
       (f"echo {spare} > {out}", f"cp {stops[-1]} {out}"),
-      (*(f"look in {s}" for s in stops[1:]), f"the word is {word}", ""),
     )
   ]
