@@ -293,8 +293,17 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """Weights on disk or tmpfs: a directory and its content manifest."""
+  """Weights on disk or tmpfs: a directory and its content manifest.
+
+  Attributes:
+    version: of the weights.
+    path: the directory.
+    manifest: file -> sha256, as committed.
+    verified: the stamp of the directory when its content was last verified
+      (store/manifest.py); "": whoever reads it verifies it.
+  """
 
   version: int
   path: str
   manifest: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  verified: str = ""

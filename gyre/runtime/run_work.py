@@ -168,6 +168,7 @@ class RunWork:
     self._lost = 0
     self._replaced = 0  # flat groups, for the present update
     self._sizes: dict[int, int] = {}
+    self._stamps: dict[int, str] = {}  # version -> of its checkpoint
     for group in store.groups(PHASE):
       if group.group_id not in position.consumed:
         self._groups[group.index] = group
@@ -298,7 +299,7 @@ class RunWork:
       return await core.weights()
     self._remove_snapshot()
     if version == self.position.step:
-      return Snapshot(version, str(self._checkpoints.path(version)))
+      return await self._verified(version)
     return await core.snapshot(self._snapshots / _WEIGHTS)
 
   def _remove_snapshot(self) -> None:
@@ -368,7 +369,17 @@ class RunWork:
     arrays = core is not None and self._snapshots is None
     if arrays and version == self.position.step:
       return reshard.to_host(await core.weights())
-    return Snapshot(version, str(self._checkpoints.path(version)))
+    return await self._verified(version)
+
+  async def _verified(self, version: int) -> Snapshot:
+    """A checkpoint, verified once for all cells that will read it."""
+    path = str(self._checkpoints.path(version))
+    known = self._stamps.get(version, "")
+    stamp = await asyncio.to_thread(manifest.checked, path, known)
+    kept = {self.position.published, self.position.step, version}
+    self._stamps = {v: s for v, s in self._stamps.items() if v in kept}
+    self._stamps[version] = stamp
+    return Snapshot(version, path, verified=stamp)
 
   async def deliver(self, weights: Any, version: int) -> None:
     """See conductor.Work: each engine is checked to use them."""

@@ -4,6 +4,9 @@ A directory is written under a temporary name, every file is hashed and
 flushed to disk, the manifest goes in last, and one rename makes it visible.
 `verify` accepts exactly what was committed: a flipped bit, a file that is
 shorter, gone or new is refused and named.
+
+Several processes of a machine need not each hash what one has: `checked` takes
+its word while no file was written since, as their stamps tell.
 """
 
 from __future__ import annotations
@@ -189,6 +192,58 @@ def verify(directory: str | os.PathLike) -> Manifest:
       f"{directory / extra[0]} is not part of what was committed"
     )
   return manifest
+
+
+def stamp(directory: str | os.PathLike) -> str:
+  """Returns what changes when a file of a directory does; none is read.
+
+  Whatever writes to a file, replaces or adds one changes the time of change
+  of an inode, which no call can set back. A disk that loses bits does not.
+
+  Args:
+    directory: of any files, the manifest among them.
+  """
+  directory = pathlib.Path(directory)
+  digest = hashlib.sha256()
+  for name in sorted([MANIFEST, *_walk(directory)]):
+    try:
+      s = os.lstat(directory / name)
+    except FileNotFoundError:
+      return ""
+    times = s.st_mtime_ns, s.st_ctime_ns
+    row = [name, s.st_mode, s.st_ino, s.st_size, *times]
+    digest.update(json.dumps(row).encode())
+  return digest.hexdigest()
+
+
+def checked(directory: str | os.PathLike, verified: str = "") -> str:
+  """Verifies a directory, unless it is as it was when that was done.
+
+  Args:
+    directory: what `write_manifest` described.
+    verified: the stamp that this returned, in this or another process.
+
+  Returns:
+    The stamp of the content that was verified.
+
+  Raises:
+    ManifestError: as `verify`; or a file changes meanwhile.
+  """
+  found = stamp(directory)
+  if not found or found != verified:
+    verify(directory)
+    unchanged(directory, found)
+  return found
+
+
+def unchanged(directory: str | os.PathLike, verified: str) -> None:
+  """Refuses what was read since it was verified, where it changed meanwhile.
+
+  Raises:
+    ManifestError: it is not as it was.
+  """
+  if stamp(directory) != verified:
+    raise ManifestError(f"{directory} changed while it was read")
 
 
 def temporary(final: str | os.PathLike) -> pathlib.Path:

@@ -10,7 +10,7 @@ import pytest
 import tiny_config
 
 from gyre import config as config_lib
-from gyre.rollout.emulated import Profile
+from gyre.rollout.profile import Profile
 from gyre.rollout.engine import EngineDown
 from gyre.rollout.router import Router
 from gyre.runtime import run_work
@@ -21,6 +21,7 @@ from gyre.runtime.run_work import Position, RunWork
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import SKIPPED
 from gyre.runtime.watch import Watch
+from gyre.store import manifest
 from gyre.store.rollouts import RolloutStore
 from gyre.types import Call, Execution, Outcome
 
@@ -216,10 +217,20 @@ def test_weights_that_other_processes_read(tmp_path):
         await EmulatedCore("cell 1", PROFILE).join(got, version)
       await work.training_weights(core, 0)
       assert not list(shared.iterdir())
-      # Engines are given what is committed, whether there is a core or not.
+      # Engines are given what is committed, whether there is a core or not,
+      # and need not verify what was verified for all.
       for giver in (core, None):
         got = await work.publishable(giver, 0)
         assert (got.version, got.path) == (0, str(checkpoints.path(0)))
+        manifest.unchanged(got.path, got.verified)
+        assert await work.training_weights(core, 0) == got
+      path = checkpoints.path(0) / "state.json"
+      path.write_bytes(path.read_bytes()[:-2] + b" \n")
+      for giver in (core, None):
+        with pytest.raises(manifest.ManifestError, match=r"state\.json is"):
+          await work.publishable(giver, 0)
+      with pytest.raises(manifest.ManifestError, match=r"state\.json is"):
+        await work.training_weights(core, 0)
 
   asyncio.run(main())
 

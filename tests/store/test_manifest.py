@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import time
 
 import pytest
 
@@ -96,3 +97,57 @@ def test_documents(tmp_path):
     manifest.read_document(path)
   with pytest.raises(manifest.ManifestError, match="missing"):
     manifest.read_document(tmp_path / "none")
+
+
+def _bytes_read():
+  """By this process, ever."""
+  rows = pathlib.Path("/proc/self/io").read_text().split("\n")
+  return int(dict(r.split(": ") for r in rows if r)["rchar"])
+
+
+def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path):
+  tmp = manifest.temporary(tmp_path / "step")
+  (tmp / "large.bin").write_bytes(bytes(8 << 20))
+  (tmp / "small.bin").write_bytes(b"small")
+  manifest.commit(tmp, tmp_path / "step")
+  d, elsewhere = tmp_path / "step", tmp_path / "moved"
+  before = _bytes_read()
+  stamp = manifest.checked(d)
+  once = _bytes_read() - before
+  assert once >= 8 << 20
+  for known in (stamp, manifest.checked(d, stamp)):
+    assert manifest.checked(d, known) == stamp
+  assert _bytes_read() - before - once < 1 << 20
+  # Another's word is not taken.
+  assert manifest.checked(d, "another") == stamp
+  assert _bytes_read() - before - once >= 8 << 20
+  manifest.unchanged(d, stamp)
+
+  def damage(path, change):
+    """Written to and, as far as that goes, made to look as it was."""
+    good, at = path.read_bytes(), path.stat()
+    time.sleep(0.02)  # the clock of a file system has ticks
+    change(path, good)
+    if path.exists():
+      os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    with pytest.raises(manifest.ManifestError, match=path.name):
+      manifest.checked(d, stamp)
+    with pytest.raises(manifest.ManifestError, match="changed while"):
+      manifest.unchanged(d, stamp)
+    path.write_bytes(good)
+
+  def flip(path, good):
+    with open(path, "r+b") as f:
+      f.write(bytes([good[0] ^ 1]))
+
+  def replace(path, good):
+    elsewhere.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    os.replace(elsewhere, path)
+
+  for path in (d / "large.bin", d / "small.bin", d / manifest.MANIFEST):
+    for change in (flip, replace, lambda p, good: p.unlink()):
+      damage(path, change)
+  stamp = manifest.checked(d, stamp)
+  (d / "extra").write_bytes(b"")
+  with pytest.raises(manifest.ManifestError, match="extra"):
+    manifest.checked(d, stamp)
