@@ -1,8 +1,11 @@
 """Of a cell's trainer and engine, one holds the devices' memory at a time."""
 
 import gc
+import os
+import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_cells as toy
@@ -148,5 +151,55 @@ def test_a_join_that_fails_leaves_the_engine_serving(tmp_path):
     await cell.join(snapshot, 0)
     assert cell.role == "train"
     await cell.close()
+
+  toy.run(run())
+
+
+def _bytes_read():
+  """By this process, ever."""
+  rows = pathlib.Path("/proc/self/io").read_text().split("\n")
+  return int(dict(r.split(": ") for r in rows if r)["rchar"])
+
+
+def test_a_checkpoint_is_hashed_once_and_refused_when_damaged_since(tmp_path):
+  async def run():
+    core = toy.core((1, 2, 1), 4)
+    cell = toy.satellite("cell 1", (1, 1, 1), 6)
+    held = {"params": await core.weights(), "version": jnp.asarray(0)}
+    noise = np.random.default_rng(0).random(2 << 20, np.float32)
+    reshard.save(held | {"moments": jnp.asarray(noise)}, tmp_path / "full")
+    path = str(tmp_path / "full")
+    before = _bytes_read()
+    await cell.serve(Snapshot(0, path), 0)
+    assert _bytes_read() - before > 7 << 20
+    before = _bytes_read()
+    given = Snapshot(0, path, verified=manifest.checked(path))
+    other = toy.satellite("cell 2", (1, 1, 1), 7)
+    for one in (cell, other):
+      await one.serve(given, 0)
+      await one.join(given, 0)
+      await one.serve(given, 0)
+      await one.publish(given, 0)
+    assert 7 << 20 < _bytes_read() - before < 12 << 20
+    expected = await _tokens(cell)
+    largest = max(
+      (tmp_path / "full").rglob("*"), key=lambda p: p.stat().st_size
+    )
+    at = largest.stat()
+    with open(largest, "r+b") as f:
+      f.seek(1 << 20)
+      (byte,) = f.read(1)
+      f.seek(1 << 20)
+      f.write(bytes([byte ^ 16]))
+    os.utime(largest, ns=(at.st_atime_ns, at.st_mtime_ns))
+    for ask in (cell.publish, cell.join):
+      with pytest.raises(manifest.ManifestError, match=largest.name):
+        await ask(given, 0)
+      assert await _tokens(cell) == expected
+    with pytest.raises(manifest.ManifestError, match=largest.name):
+      await cell.serve(given, 0)
+    assert cell.role == "idle"
+    for one in (cell, other):
+      await one.close()
 
   toy.run(run())
