@@ -1,7 +1,8 @@
 """What a cell can be asked to do, by whatever launcher it was started.
 
-The controller knows these two protocols only. `cell_worker` has the cells of
-this process; cells of other processes speak the same over a socket.
+The controller knows these two protocols only. `cell_worker` and `core_worker`
+have the cells of this process; cells of other processes speak the same over a
+socket.
 """
 
 from __future__ import annotations

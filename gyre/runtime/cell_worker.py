@@ -3,22 +3,19 @@
 A cell has a trainer and an engine on the same devices; one of them holds
 their memory at a time. What touches arrays runs in the cell's own thread, in
 the order asked for, so that the event loop serves the other cells meanwhile.
+The cell that holds the optimizer state is in core_worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gyre import config as config_lib
 from gyre.config import Config
 from gyre.learner import packing, step
 from gyre.learner.objective import Extras
@@ -26,7 +23,7 @@ from gyre.rollout.engine import Engine
 from gyre.rollout.jax_engine import JaxEngine
 from gyre.runtime import publish, reshard
 from gyre.runtime.cell import CellError, Sums
-from gyre.runtime.trainer import SKIPPED, Trainer
+from gyre.runtime.trainer import Trainer
 from gyre.store import manifest
 from gyre.types import Batch, Snapshot
 
@@ -88,7 +85,6 @@ class CellWorker:
     self._sums: step.GradSums | None = None
     self._served: tuple[Any, int] | None = None
     self._version = 0
-    self._verified = ("", "")  # a directory, and its stamp then
     self._engine_at: Any = None
     self._thread = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix=name
@@ -150,7 +146,7 @@ class CellWorker:
 
   def _free_training(self) -> None:
     """Frees every array of training; in the thread."""
-    _delete(self.trainer_arrays())
+    reshard.free(self.trainer_arrays())
     self._params = self._placed_reference = self._sums = None
 
   # Training.
@@ -180,34 +176,27 @@ class CellWorker:
   def _check_join(self, weights: Any, version: int) -> None:
     """Refuses weights that cannot be taken; in the thread."""
     if isinstance(weights, Snapshot):
-      self._verify(weights, version)
+      _check_snapshot(weights, version)
+      manifest.verify(weights.path)
 
   def _place(self, weights: Any, version: int) -> None:
     """Takes weights onto the cell's mesh, as copies; in the thread."""
-    _delete(self._params)
+    reshard.free(self._params)
     self._params = None
-    self._params = self._read(weights, version, copy=True)
+    self._params = self._read(weights, version, verified=True, copy=True)
 
-  def _verify(self, weights: Snapshot, version: int) -> str:
-    """Hashes files, unless someone did and they are as they were."""
-    _check_snapshot(weights, version)
-    path, stamp = self._verified
-    stamp = weights.verified or (stamp if path == weights.path else "")
-    stamp = manifest.checked(weights.path, stamp)
-    self._verified = weights.path, stamp
-    return stamp
-
-  def _read(self, weights: Any, version: int, *, copy=False) -> Any:
+  def _read(
+    self, weights: Any, version: int, *, verified=False, copy=False
+  ) -> Any:
     """Weights as arrays: a Snapshot's are read onto the cell's mesh."""
     if isinstance(weights, Snapshot):
-      stamp = self._verify(weights, version)
+      _check_snapshot(weights, version)
       abstract = self.trainer.abstract()
       got, _ = reshard.restore(
         weights.path,
         {"params": abstract.params, "version": abstract.version},
-        verified=True,
+        verified=verified,
       )
-      manifest.unchanged(weights.path, stamp)
       if int(got["version"]) != version:
         raise CellError(
           f"{weights.path} holds version {int(got['version'])}, not {version}"
@@ -285,7 +274,7 @@ class CellWorker:
     await self._do(self._reset)
 
   def _reset(self) -> None:
-    _delete(self._sums)
+    reshard.free(self._sums)
     self._sums = None
 
   async def close(self) -> None:
@@ -298,228 +287,6 @@ class CellWorker:
     self._thread.shutdown(wait=False)
 
 
-class CoreWorker(CellWorker):
-  """The cell that holds the only optimizer state; see cell.Core.
-
-  While it serves, the state lies in host memory. Without a state it is a
-  satellite, which joins with weights; `restore` makes it the core.
-  """
-
-  def __init__(self, *args: Any, **kwargs: Any):
-    """As CellWorker; `trainer.state` may be there already."""
-    super().__init__(*args, **kwargs)
-    self._on_host: Any = None
-    self._trainers = {self.trainer.mesh: self.trainer}
-
-  # The state.
-
-  def _weights(self) -> Any:
-    state = self.trainer.state
-    return self._params if state is None else state.params
-
-  @property
-  def _is_core(self) -> bool:
-    return self._on_host is not None or self.trainer.state is not None
-
-  async def init(self, params: Any, seed: int, version: int = 0) -> None:
-    """See cell.Core."""
-    await self._do(self.trainer.init, params, seed, version)
-    self._on_host = None
-
-  async def restore(self, directory: os.PathLike) -> Mapping[str, Any]:
-    """See cell.Core; an engine that serves gives its memory up first."""
-    if self.role == "rollout":
-      await self.engine.sleep()
-      self.role = "idle"
-    return await self._do(self._restore, directory)
-
-  def _restore(self, directory: os.PathLike) -> Mapping[str, Any]:
-    super()._free_training()
-    self._on_host = None
-    return self.trainer.restore(directory)
-
-  async def save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
-    """See cell.Core."""
-    await self._do(self._save, directory, meta)
-
-  def _save(self, directory: os.PathLike, meta: Mapping[str, Any]) -> None:
-    host = self._on_host
-    self._to_devices()
-    try:
-      self.trainer.save(directory, meta)
-    finally:
-      if host is not None:
-        self._to_host()
-
-  async def snapshot(self, directory: os.PathLike) -> Snapshot:
-    """See cell.Core."""
-    return await self._do(self._snapshot, directory)
-
-  def _snapshot(self, directory: os.PathLike) -> Snapshot:
-    state = self._on_host or self.trainer.state
-    held = {"params": state.params, "version": jnp.asarray(state.version)}
-    committed = reshard.save(held, directory)
-    path = str(pathlib.Path(directory).absolute())
-    return Snapshot(int(state.version), path, committed.files)
-
-  async def weights(self) -> Any:
-    """See cell.Core; arrays of the host while it serves."""
-    return await self._do(lambda: (self._on_host or self.trainer.state).params)
-
-  # Roles.
-
-  def _to_host(self) -> None:
-    if self._on_host is None and self.trainer.state is not None:
-      self._on_host = reshard.to_host(self.trainer.state)
-      _delete(self.trainer.state)
-      self.trainer.state = None
-
-  def _to_devices(self) -> None:
-    if self._on_host is not None:
-      shardings = jax.tree.map(lambda x: x.sharding, self.trainer.abstract())
-      self.trainer.state = reshard.from_host(self._on_host, shardings)
-      self._on_host = None
-
-  def _free_training(self) -> None:
-    super()._free_training()
-    self._to_host()
-
-  async def serve(self, weights: Any, version: int) -> None:
-    """See cell.Worker; weights None are the core's own."""
-    await self._do(self._free_training)
-    if weights is None:
-      self._check_version(version)
-      weights = self._on_host.params
-    await super().serve(weights, version)
-
-  def _check_version(self, version: int) -> None:
-    state = self._on_host or self.trainer.state
-    if state is None:
-      raise CellError(f"{self.name} has no state: init or restore comes first")
-    if int(state.version) != version:
-      raise CellError(
-        f"{self.name} holds version {int(state.version)}, not {version}"
-      )
-
-  def _check_join(self, weights: Any, version: int) -> None:
-    if weights is None:
-      self._check_version(version)
-    elif self._is_core:
-      raise CellError(f"{self.name} is the core: it joins with weights None")
-    else:
-      super()._check_join(weights, version)
-
-  def _place(self, weights: Any, version: int) -> None:
-    if weights is None:
-      self._to_devices()
-    else:
-      super()._place(weights, version)
-
-  # The update.
-
-  async def apply(self, sums: Sequence[Sums], version: int) -> dict[str, Any]:
-    """See cell.Core."""
-    self._check_trains()
-    return await self._do(self._apply, list(sums), version)
-
-  def _apply(self, sums: list[Sums], version: int) -> dict[str, Any]:
-    if self._sums is not None:
-      raise CellError(f"{self.name} holds sums that were not taken")
-    total = self._combine(sums)
-    metrics = dict(SKIPPED)
-    if total is not None:
-      self.trainer.state, got = self.trainer.programs.apply(
-        self.trainer.state, total
-      )
-      metrics = {k: v.item() for k, v in jax.device_get(got).items()}
-      _delete(total)
-    self.trainer.set_version(version)
-    self._version = version
-    return metrics
-
-  def _combine(self, sums: list[Sums]) -> step.GradSums | None:
-    """Sums of all, on the core's mesh, in the order given."""
-    programs, total = self.trainer.programs, None
-    mine = int(self.trainer.state.version)
-    while sums:
-      named = sums.pop(0)
-      if not named:
-        continue
-      one = self._unflatten(named)
-      if int(one.version) != mine:
-        raise CellError(
-          f"sums of version {int(one.version)}, {self.name} holds {mine}"
-        )
-      total = one if total is None else programs.combine(total, one)
-    return total
-
-  def _unflatten(self, named: Sums) -> step.GradSums:
-    """Named arrays of any mesh, or of the host, on the core's."""
-    where = self.trainer.programs.layout.sums()
-    params = self.trainer.state.params
-    like = jax.eval_shape(step.zero_sums, params, np.int32(0))
-    names = reshard.named_leaves(like)
-    if names.keys() != named.keys():
-      wrong = sorted(names.keys() ^ named.keys())
-      raise CellError(f"sums disagree with the model on {', '.join(wrong[:3])}")
-    for name, leaf in names.items():
-      if named[name].shape != leaf.shape:
-        raise CellError(
-          f"sums: {name} is {named[name].shape}, the model's {leaf.shape}"
-        )
-    leaves = [named[name] for name in names]
-    tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return jax.device_put(tree, where)
-
-  # Another mesh.
-
-  async def resize(
-    self,
-    devices: Sequence[int],
-    sizes: config_lib.Mesh | None = None,
-    *,
-    directory: os.PathLike | None = None,
-  ) -> None:
-    """See cell.Core."""
-    mesh = reshard.resized(self.trainer.mesh, devices, sizes)
-    await self._do(self._resize, mesh, directory)
-    if self.engine is not None and self._engine_at != mesh.devices.flat[0]:
-      # Its device is given away; `serve` starts another.
-      engine, self.engine = self.engine, None
-      await engine.close()
-
-  def _resize(
-    self, mesh: jax.sharding.Mesh, directory: os.PathLike | None
-  ) -> None:
-    old = self.trainer
-    if mesh == old.mesh:
-      return
-    reshard.check_splits(old.specs, old.mesh, mesh)
-    new = self._trainers.setdefault(mesh, old.on(mesh))
-    if old.state is not None:
-      held, target = self._held(old), self._target(new)
-      if directory is None:
-        got = reshard.put(held, jax.tree.map(lambda x: x.sharding, target))
-        _delete(held)
-      else:
-        got = reshard.through(directory, held, target)
-      old.state, new.state = None, got["state"]
-      self._sums = got.get("sums")
-    _delete(self._placed_reference)
-    self._placed_reference = None
-    self.trainer = new
-
-  def _held(self, trainer: Trainer) -> dict[str, Any]:
-    held = {"state": trainer.state}
-    return held if self._sums is None else held | {"sums": self._sums}
-
-  def _target(self, trainer: Trainer) -> dict[str, Any]:
-    target = {"state": trainer.abstract()}
-    if self._sums is None:
-      return target
-    return target | {"sums": step.abstract_sums(trainer.programs.layout)}
-
-
 def _check_snapshot(weights: Snapshot, version: int) -> None:
   if weights.version != version:
     raise CellError(
@@ -529,10 +296,3 @@ def _check_snapshot(weights: Snapshot, version: int) -> None:
 
 def _on_devices(tree: Any) -> bool:
   return any(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
-
-
-def _delete(*trees: Any) -> None:
-  """Frees the arrays' memory now, whoever still holds a reference."""
-  for leaf in jax.tree.leaves(trees):
-    if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-      leaf.delete()

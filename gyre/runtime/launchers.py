@@ -23,7 +23,8 @@ from gyre.models.config import ModelConfig
 from gyre.rollout.engine import EngineDown
 from gyre.runtime import launch, reshard, specs
 from gyre.runtime.cell import Worker
-from gyre.runtime.cell_worker import CellWorker, CoreWorker
+from gyre.runtime.cell_worker import CellWorker
+from gyre.runtime.core_worker import CoreWorker
 from gyre.runtime.trainer import Trainer
 from gyre.runtime.workers import Supervision, WorkerDown, Workers
 from gyre.types import Snapshot

@@ -285,6 +285,13 @@ def from_host(tree: Any, shardings: Any) -> Any:
   return put(whole, shardings)
 
 
+def free(*trees: Any) -> None:
+  """Frees the arrays' memory now, whoever still holds a reference."""
+  for leaf in jax.tree.leaves(trees):
+    if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+      leaf.delete()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _HostKey:
   """A PRNG key in host memory."""

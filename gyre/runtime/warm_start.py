@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from gyre.config import Config, Optim, Trajectory
 from gyre.learner.packing import Packed, pack
 from gyre.runtime import collect, sampler
-from gyre.runtime.cell_worker import Trainer
 from gyre.runtime.collect import RunFn
 from gyre.runtime.record import CELL, Record
 from gyre.runtime.tasks import TaskSource
+from gyre.runtime.trainer import Trainer
 from gyre.store.rollouts import RolloutStore
 from gyre.trajectory import select
 from gyre.trajectory.score import reward

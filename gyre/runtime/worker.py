@@ -69,7 +69,9 @@ def build_jax(name: str, options: dict[str, Any]) -> Any:
   from gyre import config as config_lib
   from gyre.learner import state
   from gyre.models.config import ModelConfig
-  from gyre.runtime import cell_worker, launch
+  from gyre.runtime import launch
+  from gyre.runtime.cell_worker import CellWorker
+  from gyre.runtime.core_worker import CoreWorker
   from gyre.runtime.trainer import Trainer
 
   if options.get("compilation_cache"):
@@ -78,8 +80,7 @@ def build_jax(name: str, options: dict[str, Any]) -> Any:
   mesh = state.make_mesh(config_lib.Mesh(**options["mesh"]))
   model_cfg = ModelConfig.from_hf(options["model"])
   trainer = Trainer(model_cfg, mesh, config)
-  core = options.get("core", False)
-  kind = cell_worker.CoreWorker if core else cell_worker.CellWorker
+  kind = CoreWorker if options.get("core", False) else CellWorker
   return kind(name, trainer, config)
 
 

@@ -8,7 +8,7 @@ import toy_cells as toy
 
 from gyre.runtime import reshard
 from gyre.runtime.cell import CellError
-from gyre.runtime.cell_worker import CoreWorker
+from gyre.runtime.core_worker import CoreWorker
 from gyre.types import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

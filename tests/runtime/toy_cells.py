@@ -12,7 +12,8 @@ from gyre.models.config import ModelConfig
 from gyre.rollout import shapes
 from gyre.rollout.jax_engine import JaxEngine
 from gyre.rollout.programs import Programs
-from gyre.runtime.cell_worker import CellWorker, CoreWorker
+from gyre.runtime.cell_worker import CellWorker
+from gyre.runtime.core_worker import CoreWorker
 from gyre.runtime.trainer import Trainer
 from gyre.types import Sample
 
