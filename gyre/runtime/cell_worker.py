@@ -85,6 +85,7 @@ class CellWorker:
     self._sums: step.GradSums | None = None
     self._served: tuple[Any, int] | None = None
     self._version = 0
+    self._verified = ("", "")  # a directory, and its stamp then
     self._engine_at: Any = None
     self._thread = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix=name
@@ -176,27 +177,34 @@ class CellWorker:
   def _check_join(self, weights: Any, version: int) -> None:
     """Refuses weights that cannot be taken; in the thread."""
     if isinstance(weights, Snapshot):
-      _check_snapshot(weights, version)
-      manifest.verify(weights.path)
+      self._verify(weights, version)
 
   def _place(self, weights: Any, version: int) -> None:
     """Takes weights onto the cell's mesh, as copies; in the thread."""
     reshard.free(self._params)
     self._params = None
-    self._params = self._read(weights, version, verified=True, copy=True)
+    self._params = self._read(weights, version, copy=True)
 
-  def _read(
-    self, weights: Any, version: int, *, verified=False, copy=False
-  ) -> Any:
+  def _verify(self, weights: Snapshot, version: int) -> str:
+    """Hashes files, unless someone did and they are as they were."""
+    _check_snapshot(weights, version)
+    path, stamp = self._verified
+    stamp = weights.verified or (stamp if path == weights.path else "")
+    stamp = manifest.checked(weights.path, stamp)
+    self._verified = weights.path, stamp
+    return stamp
+
+  def _read(self, weights: Any, version: int, *, copy=False) -> Any:
     """Weights as arrays: a Snapshot's are read onto the cell's mesh."""
     if isinstance(weights, Snapshot):
-      _check_snapshot(weights, version)
+      stamp = self._verify(weights, version)
       abstract = self.trainer.abstract()
       got, _ = reshard.restore(
         weights.path,
         {"params": abstract.params, "version": abstract.version},
-        verified=verified,
+        verified=True,
       )
+      manifest.unchanged(weights.path, stamp)
       if int(got["version"]) != version:
         raise CellError(
           f"{weights.path} holds version {int(got['version'])}, not {version}"
