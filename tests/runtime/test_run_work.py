@@ -10,7 +10,7 @@ import pytest
 import tiny_config
 
 from gyre import config as config_lib
-from gyre.rollout.profile import Profile
+from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineDown
 from gyre.rollout.router import Router
 from gyre.runtime import run_work
