@@ -47,14 +47,14 @@ def _zeros(model: str) -> dict[str, np.ndarray]:
 
 
 async def _measure(model, cells, repeat, root) -> dict:
-  from gyre.rollout import emulated
+  from gyre.rollout.profile import Profile
   from gyre.runtime import exchange, remote, workers
   from gyre.runtime.specs import emulated_spec
 
   sums = _zeros(model)
   size = sum(x.nbytes for x in sums.values())
   names = [f"cell {i}" for i in range(cells)]
-  profile = emulated.Profile()
+  profile = Profile()
   specs = [emulated_spec(n, profile) for n in names]
   secs: dict[str, list[float]] = {}
 

@@ -15,6 +15,7 @@ import numpy as np
 from gyre import types
 from gyre.rollout import calls as calls_lib
 from gyre.rollout import emulated, engine
+from gyre.rollout.profile import Profile
 
 _ASSERTIONS = 4
 
@@ -37,7 +38,7 @@ def _outcome(seed: int, scored: bool, truncated: str) -> types.Outcome:
 async def run_execution(
   policy: engine.Engine,
   work_s: float,
-  profile: emulated.Profile,
+  profile: Profile,
   *,
   execution_id: str,
   group_id: str,

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gyre.rollout.emulated import EmulatedEngine, Profile
+from gyre.rollout.emulated import EmulatedEngine
+from gyre.rollout.profile import Profile
 from gyre.runtime import exchange
 from gyre.runtime.cell import CellError, Sums
 from gyre.store import manifest

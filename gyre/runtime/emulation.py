@@ -14,7 +14,7 @@ from typing import Any
 
 from gyre.elastic import scheduler as sched
 from gyre.envs.emulated import run_execution
-from gyre.rollout.emulated import Profile
+from gyre.rollout.profile import Profile
 from gyre.rollout.router import Router
 from gyre.runtime.cell import Core, Worker
 from gyre.runtime.emulated_cell import EmulatedCell

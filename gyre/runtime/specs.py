@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gyre.config import Config, Mesh
-from gyre.rollout.emulated import Profile
+from gyre.rollout.profile import Profile
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 

@@ -48,12 +48,12 @@ def build_emulated(name: str, options: dict[str, Any]) -> Any:
     name: of the cell.
     options: core (bool), profile (fields of Profile), devices, executions.
   """
-  from gyre.rollout import emulated
+  from gyre.rollout.profile import Profile
   from gyre.runtime import emulated_cell
 
   options = dict(options)
   core = options.pop("core", False)
-  profile = emulated.Profile(**options.pop("profile", {}))
+  profile = Profile(**options.pop("profile", {}))
   kind = emulated_cell.EmulatedCore if core else emulated_cell.EmulatedCell
   return kind(name, profile, **options)
 

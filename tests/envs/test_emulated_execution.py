@@ -9,10 +9,9 @@ import virtual_time
 
 from gyre.envs import emulated as executions
 from gyre.rollout import emulated
+from gyre.rollout.profile import Profile
 
-PROFILE = emulated.Profile(
-  nodes=1, slots=64, speedup=360, f=1, token_s=36, stream_s=36
-)
+PROFILE = Profile(nodes=1, slots=64, speedup=360, f=1, token_s=36, stream_s=36)
 
 
 async def run(policy, work_s, **kw):

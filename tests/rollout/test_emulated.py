@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from gyre import types
 from gyre.rollout import emulated, engine
+from gyre.rollout.profile import Profile
 
 # A token takes 1 s of an idle engine; the clock runs with the wall's.
-PROFILE = emulated.Profile(
+PROFILE = Profile(
   nodes=1, slots=4, speedup=1, f=1, token_s=1, stream_s=1, publish_s=0
 )
 

@@ -5,8 +5,8 @@ import dataclasses
 import random
 
 from gyre.elastic import scheduler as sched
-from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineDown
+from gyre.rollout.profile import Profile
 from gyre.runtime import emulated_run
 from gyre.runtime import emulation as emulation_lib
 from gyre.runtime.cell import CellError

@@ -8,12 +8,13 @@ import pytest
 import virtual_time
 
 from gyre.learner import packing
-from gyre.rollout import emulated, engine
+from gyre.rollout import engine
+from gyre.rollout.profile import Profile
 from gyre.runtime import emulated_cell
 from gyre.runtime.cell import CellError
 from gyre.store import manifest
 
-PROFILE = emulated.Profile(
+PROFILE = Profile(
   nodes=4,
   slots=8,
   speedup=1,

@@ -10,8 +10,8 @@ import pytest
 import tiny_config
 
 from gyre import config as config_lib
-from gyre.rollout.emulated import Profile
 from gyre.rollout.engine import EngineDown
+from gyre.rollout.profile import Profile
 from gyre.rollout.router import Router
 from gyre.runtime import run_work
 from gyre.runtime.checkpoints import Checkpoints

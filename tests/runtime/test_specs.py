@@ -3,7 +3,7 @@
 import toy_cells as toy
 
 from gyre import config
-from gyre.rollout.emulated import Profile
+from gyre.rollout.profile import Profile
 from gyre.runtime import specs, worker
 
 

@@ -20,6 +20,7 @@ from gyre import types
 from gyre.envs import emulated as executions
 from gyre.learner import packing
 from gyre.rollout import emulated, engine, router
+from gyre.rollout.profile import Profile
 from gyre.runtime import exchange, frames, remote, workers
 from gyre.runtime.cell import CellError
 from gyre.runtime.specs import Spec
@@ -200,7 +201,7 @@ def test_kill_amid_calls_and_work_and_go_on(tmp_path):
 
 
 def test_executions_move_and_survive_kills_unnoticed(tmp_path):
-  profile = emulated.Profile(**PROFILE)
+  profile = Profile(**PROFILE)
   rng = np.random.default_rng(3)
 
   def execution(policy, i):
