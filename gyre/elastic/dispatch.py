@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fractions
 import itertools
 from collections.abc import Mapping
 
@@ -74,28 +73,6 @@ class Law:
     """⌈φ⌉ + μ − 1."""
     return -(-self.extra // self.batch) + self.mu - 1
 
-  def mean(self) -> float:
-    """E[d] in steady state, whatever the order."""
-    return self.extra / self.batch + (self.mu - 1) / 2
-
-  def pmf(self) -> dict[int, float]:
-    """P(d) in steady state under FIFO.
-
-    A group at queue offset y ∈ [φ, φ+μ) has d = ⌊y⌋; with φ = n+θ,
-    P(n) = (1−θ)/μ, P(n+1 … n+μ−1) = 1/μ each, P(n+μ) = θ/μ.
-    """
-    n, rest = divmod(self.extra, self.batch)
-    share = {n + k: self.batch for k in range(self.mu)}
-    share[n] -= rest
-    if rest:
-      share[n + self.mu] = rest
-    return {d: k / (self.mu * self.batch) for d, k in share.items() if k}
-
-  def variance(self) -> float:
-    """Var[d] in steady state under FIFO: (μ²−1)/12 + θ(1−θ)."""
-    theta = fractions.Fraction(self.extra % self.batch, self.batch)
-    return float(fractions.Fraction(self.mu**2 - 1, 12) + theta * (1 - theta))
-
   def maximum(self) -> int | None:
     """The largest d trained: ⌈φ⌉ + μ − 1 + ⌈(W−1)/B⌉, or the drop bound.
 
@@ -107,24 +84,6 @@ class Law:
     if self.max_staleness is None:
       return bound
     return min(bound, self.max_staleness)
-
-  def cold_start_mean(self, bursts: int) -> float:
-    """Mean d over the first M bursts, whatever the order that ends them.
-
-    With φ = aμ+ρ and M > a:
-    φ + (μ−1)/2 − (φ + μa(a−1)/2 + aρ)/M.
-
-    Raises:
-      ValueError: if M <= a, where the first admission outlasts the run.
-    """
-    a, rest = divmod(self.extra, self.mu * self.batch)
-    if bursts <= a:
-      raise ValueError(
-        f"{bursts} bursts do not outlast phi {self.phi}; it needs > {a}"
-      )
-    rho, phi = rest / self.batch, self.extra / self.batch
-    lag = phi + self.mu * a * (a - 1) / 2 + a * rho
-    return self.mean() - lag / bursts
 
   def window_for(self, max_staleness: int) -> int:
     """The widest window whose maximum is `max_staleness`.

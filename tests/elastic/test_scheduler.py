@@ -2,6 +2,7 @@
 
 import random
 
+import dispatch_law
 import pytest
 from elastic_world import World
 
@@ -470,8 +471,10 @@ def test_the_steady_policy_keeps_the_law_to_the_end():
     d[policy] = sum(world.staleness) / len(world.staleness)
     surplus = len(world.admitted) - len(world.committed)
     assert surplus == (law.extra if policy == "steady" else 0)
-  assert d["waterlevel"] == pytest.approx(law.cold_start_mean(20))
-  assert d["steady"] == pytest.approx(law.cold_start_mean(20), abs=0.05)
+  assert d["waterlevel"] == pytest.approx(dispatch_law.cold_start_mean(law, 20))
+  assert d["steady"] == pytest.approx(
+    dispatch_law.cold_start_mean(law, 20), abs=0.05
+  )
 
 
 def _resizable(kind):

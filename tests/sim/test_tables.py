@@ -2,6 +2,7 @@
 
 import functools
 
+import dispatch_law
 import pytest
 
 from gyre.sim import report, tables
@@ -71,7 +72,7 @@ def test_published_hours_give_the_published_ratios():
 def test_named_laws(kind, want):
   for mean, law in want.items():
     assert tables.named_law(kind, mean) == law
-    assert tables.Law(*law, 16, 8).mean() == mean
+    assert dispatch_law.mean(tables.Law(*law, 16, 8)) == mean
 
 
 def test_a_mean_staleness_without_whole_bursts_is_refused():
