@@ -22,7 +22,7 @@ import sys
 from typing import NoReturn
 
 from gyre.analysis import executions, reading, report, runs
-from gyre.store.rollouts import StoreError
+from gyre.store.database import StoreError
 
 _DEFAULT_WIDTH = 160
 

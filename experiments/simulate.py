@@ -38,7 +38,7 @@ from gyre.sim.clock import Result, simulate
 from gyre.sim.fluids import Costs, SimulationError
 from gyre.sim.report import Row
 from gyre.sim.tables import Calibration, Design
-from gyre.store.rollouts import StoreError
+from gyre.store.database import StoreError
 
 SWEPT = ("phi", "mu", "cells")
 

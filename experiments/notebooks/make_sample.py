@@ -23,7 +23,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gyre.analysis import executions, reading, runs
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 from gyre.types import Execution, Group
 
 OUT = pathlib.Path(__file__).parent / "sample_run"

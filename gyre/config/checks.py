@@ -219,12 +219,6 @@ def _check_elastic(config: Config) -> None:
     f"elastic.trainer needs engines beside it: elastic.standalone "
     f"{e.standalone} must be all others of elastic.cells {e.cells}",
   )
-  most = config.rollout.max_slots
-  _require(
-    e.slots <= most,
-    f"elastic.slots {e.slots} is more than rollout.max_slots {most}, which is "
-    "what the engine of a cell runs at once",
-  )
   width = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
   _require(
     e.cells * width <= _MOST_DEVICES,

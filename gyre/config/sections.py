@@ -284,8 +284,8 @@ class Elastic:
   "waterlevel" in order of dispatch with run.deterministic, else "deadline"
   unless there is a window.
   streaming: a group is trained as soon as it is whole; else an update waits
-  for all of its groups. slots: executions a cell holds (0: rollout.max_slots,
-  which is the most).
+  for all of its groups. slots: executions a cell holds (0: rollout.max_slots;
+  more suits agents that mostly wait for tools: calls queue at the engine).
   resize: after an update, on how many of its devices the first cell trains;
   the others serve, until it takes them back. {"3": 4, "6": 8}.
   launcher: "inprocess" (cells share this process) or "local" (a process each).

@@ -31,8 +31,8 @@ from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import Trainer
 from gyre.runtime.warm_start import WarmStartError
+from gyre.store.database import StoreError
 from gyre.store.manifest import ManifestError
-from gyre.store.rollouts import StoreError
 
 # Errors that are one line for the user: what was asked for, what was found.
 EXPECTED = (

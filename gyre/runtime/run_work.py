@@ -348,6 +348,12 @@ class RunWork:
     for scored in made.groups:
       del self._groups[scored.group.index]
       del self._finished[scored.group.index]
+    if not self._ends_burst(update):
+      self._write_line({})
+
+  def _ends_burst(self, step: int) -> bool:
+    """Whether a step is published; its line waits for its evaluation then."""
+    return not step % self._config.elastic.mu or step == self._config.run.steps
 
   async def rehost(self, core: Core) -> int:
     """See conductor.Work.
@@ -391,8 +397,10 @@ class RunWork:
     self._store.put_event("publish", {"version": version}, step=step)
     self._watch.published(version)
     self.position.published = version
+    if version < step and not self._ends_burst(step):
+      self._write_line({})  # resumed in the middle of a burst
     if version < step or not self._unwritten:
-      return  # resumed in the middle of a burst: that was done before
+      return
     row: dict[str, Any] = {}
     if self._record.written is None and self._evaluates(step):
       began = time.monotonic()

@@ -11,26 +11,17 @@ common.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pathlib
-import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gyre.store import rows, schema
+from gyre.store import rows
+from gyre.store.database import Database, StoreError
 from gyre.trajectory.prefixes import Prefixes
 from gyre.types import Call, Execution, Group, Sample
-
-_WAIT_S = 10
-_LOG_BYTES = 1 << 22
-
-
-class StoreError(RuntimeError):
-  """The store refuses, cannot write or is damaged; the message is one line."""
 
 
 class RolloutStore:
@@ -49,114 +40,18 @@ class RolloutStore:
     Raises:
       StoreError: missing, unreadable or of another schema version.
     """
-    self.path = pathlib.Path(path)
-    self.readonly = readonly
-    self._stand_in: dict[str, str] = {}
-    mode = "ro" if readonly else "rwc"
-    uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-    try:
-      self._db = sqlite3.connect(
-        uri, uri=True, isolation_level=None, timeout=_WAIT_S
-      )
-      if not readonly:
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-      version = self._db.execute("PRAGMA user_version").fetchone()[0]
-      empty = not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.Error as error:
-      raise StoreError(f"cannot open {self.path}: {error}") from None
-    if empty and not readonly:
-      with self._transaction():
-        for statement in schema.TABLES.split(";\n"):
-          if statement.strip():
-            self._db.execute(statement)
-        self._db.execute(f"PRAGMA user_version={schema.VERSION}")
-    elif not 1 <= version <= schema.VERSION:
-      self._db.close()
-      raise StoreError(
-        f"{self.path} has schema {version}, this gyre reads {schema.VERSION}"
-      )
-    else:
-      self._bring_up_to_date(version)
-
-  def _bring_up_to_date(self, version: int) -> None:
-    """Adds the columns that are missing, or, where it may not, their values."""
-    missing = [
-      column
-      for added, columns in schema.ADDED.items()
-      if added > version
-      for column in columns
-    ]
-    if self.readonly:
-      self._stand_in = {name: value for _, name, _, value in missing}
-    elif missing:
-      with self._transaction():
-        for table, name, declaration, _ in missing:
-          self._db.execute(
-            f"ALTER TABLE {table} ADD COLUMN {name} {declaration}"
-          )
-        self._db.execute(f"PRAGMA user_version={schema.VERSION}")
-
-  def _column(self, name: str) -> str:
-    return self._stand_in.get(name, name)
+    self._file = Database(path, readonly=readonly)
+    self.path, self.readonly = self._file.path, readonly
 
   def close(self) -> None:
     """Closes the file; everything reported is already on disk."""
-    self._db.close()
+    self._file.close()
 
   def __enter__(self) -> RolloutStore:
     return self
 
   def __exit__(self, *exc: object) -> None:
     self.close()
-
-  @contextlib.contextmanager
-  def _transaction(self) -> Iterator[None]:
-    try:
-      self._db.execute("BEGIN IMMEDIATE")
-      try:
-        yield
-      except BaseException:
-        if self._db.in_transaction:
-          self._db.execute("ROLLBACK")
-        raise
-      self._db.execute("COMMIT")
-    except sqlite3.Error as error:
-      if self._db.in_transaction:
-        self._db.execute("ROLLBACK")
-      raise StoreError(f"cannot write {self.path}: {error}") from error
-    self._empty_log()
-
-  def _rows(self, query: str, args: Sequence[Any] = ()) -> Iterator[tuple]:
-    """Yields the rows of a query, read as they are asked for."""
-    try:
-      for row in self._db.execute(query, args):  # noqa: UP028 (it may outlive us)
-        yield row
-    except sqlite3.Error as error:
-      raise StoreError(f"cannot read {self.path}: {error}") from None
-
-  def _row(self, query: str, *args: Any) -> tuple | None:
-    return next(self._rows(query, args), None)
-
-  @contextlib.contextmanager
-  def _reading(self, what: str) -> Iterator[None]:
-    """Names what is damaged where its rows are not what was written."""
-    try:
-      yield
-    except (ValueError, TypeError, KeyError) as error:
-      raise StoreError(
-        f"{self.path}: {what} is damaged: {error or type(error).__name__}"
-      ) from None
-
-  def _empty_log(self) -> None:
-    """Gives back the log that a large execution filled, once none reads it."""
-    log = self.path.with_name(self.path.name + "-wal")
-    if log.exists() and log.stat().st_size > _LOG_BYTES:
-      self._db.execute("PRAGMA busy_timeout=0")
-      # Locked while an iterator of our own reads: then after the next write.
-      with contextlib.suppress(sqlite3.OperationalError):
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-      self._db.execute(f"PRAGMA busy_timeout={1000 * _WAIT_S}")
 
   # Groups.
 
@@ -167,21 +62,21 @@ class RolloutStore:
       StoreError: another group of that id is there.
     """
     row = (group.group_id, phase, group.index, group.task_id, group.version)
-    with self._transaction():
-      old = self._db.execute(
+    with self._file.writing() as db:
+      old = db.execute(
         "SELECT group_id, phase, idx, task_id, version FROM groups"
         " WHERE group_id = ?",
         row[:1],
       ).fetchone()
       if old is None:
-        self._db.execute("INSERT INTO groups VALUES (?,?,?,?,?,NULL)", row)
+        db.execute("INSERT INTO groups VALUES (?,?,?,?,?,NULL)", row)
       elif old != row:
         raise StoreError(f"group {group.group_id} is {old}, not {row}")
 
   def groups(self, phase: str | None = None) -> list[Group]:
     """Returns the groups in dispatch order, without their executions."""
     where, args = ("", ()) if phase is None else (" WHERE phase = ?", (phase,))
-    found = self._rows(
+    found = self._file.rows(
       f"SELECT group_id, idx, task_id, version FROM groups{where}"
       " ORDER BY phase, idx, group_id",
       args,
@@ -190,7 +85,7 @@ class RolloutStore:
 
   def group(self, group_id: str) -> Group | None:
     """Returns a group with its finished executions, or None."""
-    row = self._row(
+    row = self._file.row(
       "SELECT group_id, idx, task_id, version FROM groups WHERE group_id = ?",
       group_id,
     )
@@ -203,17 +98,17 @@ class RolloutStore:
 
     Every other group is unconsumed afterwards.
     """
-    with self._transaction():
-      self._db.execute("UPDATE groups SET consumed_step = NULL")
-      self._db.executemany(
+    with self._file.writing() as db:
+      db.execute("UPDATE groups SET consumed_step = NULL")
+      db.executemany(
         "UPDATE groups SET consumed_step = ? WHERE group_id = ?",
         [(step, group_id) for group_id, step in consumed.items()],
       )
 
   def mark_consumed(self, group_ids: Iterable[str], step: int) -> None:
     """Flags groups as trained by `step`, whose manifest is committed."""
-    with self._transaction():
-      self._db.executemany(
+    with self._file.writing() as db:
+      db.executemany(
         "UPDATE groups SET consumed_step = ? WHERE group_id = ?",
         [(step, g) for g in group_ids],
       )
@@ -221,7 +116,7 @@ class RolloutStore:
   def consumed(self) -> dict[str, int]:
     """Returns group_id -> step of the groups flagged as consumed."""
     return dict(
-      self._rows(
+      self._file.rows(
         "SELECT group_id, consumed_step FROM groups"
         " WHERE consumed_step IS NOT NULL"
       )
@@ -250,12 +145,12 @@ class RolloutStore:
       calls.append(rows.of_call(call, i, base, shared))
     try:
       # Others wait while this one writes.
-      with self._transaction():
-        self._db.execute(
+      with self._file.writing() as db:
+        db.execute(
           f"INSERT INTO executions VALUES ({','.join('?' * 14)})",
           rows.of_execution(e),
         )
-        self._db.executemany(
+        db.executemany(
           f"INSERT INTO calls VALUES ({','.join('?' * 20)})", calls
         )
     except StoreError as error:
@@ -271,22 +166,22 @@ class RolloutStore:
     an execution whose calls each re-send a long history fits in memory.
     """
     last_use = dict(
-      self._rows(
+      self._file.rows(
         "SELECT base, MAX(ordinal) FROM calls WHERE execution_id = ?"
         " AND base IS NOT NULL GROUP BY base",
         (execution_id,),
       )
     )
-    found = self._rows(
+    found = self._file.rows(
       "SELECT call_id, group_id, base, base_len, prompt, completion, logprobs,"
       " versions, finish_reason, parent_hint, role, routing, t_start, t_end,"
-      f" engine, asked, used, {self._column('boundary')} FROM calls"
+      f" engine, asked, used, {self._file.column('boundary')} FROM calls"
       " WHERE execution_id = ? ORDER BY ordinal",
       (execution_id,),
     )
     tokens: dict[int, np.ndarray] = {}
     for ordinal, row in enumerate(found):
-      with self._reading(f"call {row[0]} of execution {execution_id}"):
+      with self._file.reading(f"call {row[0]} of execution {execution_id}"):
         base, shared = row[2:4]
         prompt_ids = rows.array(row[4], "<i4")
         if base is not None:
@@ -314,7 +209,7 @@ class RolloutStore:
     while length:
       key = execution_id, ordinal
       if key not in known:
-        base, shared, prompt, completion = self._row(
+        base, shared, prompt, completion = self._file.row(
           "SELECT base, base_len, prompt, completion FROM calls"
           " WHERE execution_id = ? AND ordinal = ?",
           *key,
@@ -328,7 +223,7 @@ class RolloutStore:
 
   def execution(self, execution_id: str) -> Execution | None:
     """Returns a finished execution, bit for bit, or None."""
-    row = self._row(
+    row = self._file.row(
       "SELECT execution_id, group_id, idx, task_id, version, seed, truncated,"
       " turns, outcome, messages, t_start, t_end FROM executions"
       " WHERE execution_id = ?",
@@ -337,12 +232,12 @@ class RolloutStore:
     if row is None:
       return None
     calls = tuple(self.iter_calls(execution_id))
-    with self._reading(f"execution {execution_id}"):
+    with self._file.reading(f"execution {execution_id}"):
       return rows.execution(row, calls)
 
   def executions(self, group_id: str) -> list[Execution]:
     """Returns a group's finished executions in order of index."""
-    found = self._rows(
+    found = self._file.rows(
       "SELECT execution_id FROM executions WHERE group_id = ? ORDER BY idx",
       (group_id,),
     )
@@ -355,7 +250,7 @@ class RolloutStore:
     if phase is not None:
       query += " JOIN groups USING (group_id) WHERE groups.phase = ?"
       args = (phase,)
-    return [r[0] for r in self._rows(query + " ORDER BY 1", args)]
+    return [r[0] for r in self._file.rows(query + " ORDER BY 1", args)]
 
   def lengths(
     self, phase: str = "train"
@@ -369,7 +264,7 @@ class RolloutStore:
       (index of its group, index in it, status, seconds) of each, in order;
       status is None where it was never verified.
     """
-    found = self._rows(
+    found = self._file.rows(
       "SELECT groups.idx, executions.idx, status, t_end - t_start"
       " FROM executions JOIN groups USING (group_id) WHERE phase = ?"
       " ORDER BY 1, 2",
@@ -386,19 +281,17 @@ class RolloutStore:
     Returns:
       The ids dropped.
     """
-    found = self._rows(
+    found = self._file.rows(
       "SELECT execution_id FROM executions WHERE version > ? ORDER BY 1",
       (version,),
     )
     ids = [r[0] for r in found]
     if ids:
-      with self._transaction():
+      with self._file.writing() as db:
         one = [(i,) for i in ids]
-        self._db.executemany("DELETE FROM calls WHERE execution_id = ?", one)
-        self._db.executemany(
-          "DELETE FROM executions WHERE execution_id = ?", one
-        )
-        self._db.execute("DELETE FROM groups WHERE version > ?", (version,))
+        db.executemany("DELETE FROM calls WHERE execution_id = ?", one)
+        db.executemany("DELETE FROM executions WHERE execution_id = ?", one)
+        db.execute("DELETE FROM groups WHERE version > ?", (version,))
     return ids
 
   # Samples.
@@ -427,24 +320,24 @@ class RolloutStore:
       base, shared = known[s.execution_id].match(*s.runs)
       advantage = advantages.get(s.execution_id)
       stored.append(rows.of_sample(s, step, i, advantage, base, shared))
-    with self._transaction():
-      self._db.execute("DELETE FROM samples WHERE step = ?", (step,))
-      self._db.executemany(
+    with self._file.writing() as db:
+      db.execute("DELETE FROM samples WHERE step = ?", (step,))
+      db.executemany(
         f"INSERT INTO samples VALUES ({','.join('?' * 15)})", stored
       )
 
   def samples(self, step: int) -> list[tuple[Sample, float | None]]:
     """Returns (sample, advantage) of a step, in the order of packing."""
-    found = self._rows(
+    found = self._file.rows(
       "SELECT execution_id, group_id, role, advantage, length, base, base_len,"
-      f" ids, mask, logprobs, versions, {self._column('weights')},"
-      f" {self._column('execution_weight')} FROM samples WHERE step = ?"
+      f" ids, mask, logprobs, versions, {self._file.column('weights')},"
+      f" {self._file.column('execution_weight')} FROM samples WHERE step = ?"
       " ORDER BY ordinal",
       (step,),
     )
     out, known = [], {}
     for row in list(found):
-      with self._reading(f"a sample of step {step}, execution {row[0]},"):
+      with self._file.reading(f"a sample of step {step}, execution {row[0]},"):
         runs = self._runs(row[0], *row[5:7], known)
         out.append((rows.sample(row, runs), row[3]))
     return out
@@ -455,8 +348,8 @@ class RolloutStore:
     self, kind: str, payload: Mapping[str, Any], *, step: int, t: float = 0.0
   ) -> None:
     """Appends an event: a kind and JSON content, at a step and time [s]."""
-    with self._transaction():
-      self._db.execute(
+    with self._file.writing() as db:
+      db.execute(
         "INSERT INTO events (step, kind, payload, t) VALUES (?,?,?,?)",
         (step, kind, rows.text(dict(payload)), t),
       )
@@ -467,10 +360,10 @@ class RolloutStore:
     args: tuple[str, ...] = ()
     if kind is not None:
       query, args = query + " WHERE kind = ?", (kind,)
-    with self._reading("an event"):
+    with self._file.reading("an event"):
       return [
         {"step": r[0], "kind": r[1], "payload": json.loads(r[2]), "t": r[3]}
-        for r in self._rows(query + " ORDER BY event_id", args)
+        for r in self._file.rows(query + " ORDER BY event_id", args)
       ]
 
   def forget_after(self, step: int) -> None:
@@ -478,6 +371,6 @@ class RolloutStore:
 
     A resumed run makes them again.
     """
-    with self._transaction():
-      self._db.execute("DELETE FROM samples WHERE step > ?", (step,))
-      self._db.execute("DELETE FROM events WHERE step >= ?", (step,))
+    with self._file.writing() as db:
+      db.execute("DELETE FROM samples WHERE step > ?", (step,))
+      db.execute("DELETE FROM events WHERE step >= ?", (step,))

@@ -11,7 +11,8 @@ from branching import Player
 from gyre.analysis import branches, executions, training, tree_text
 from gyre.analysis.pieces import Pieces
 from gyre.analysis.runs import RunError
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 from gyre.trajectory import select, tree
 from gyre.types import Execution, Group, Outcome
 

@@ -85,10 +85,6 @@ def test_to_dict_round_trips():
     ({"elastic": {"policy": "fast"}}, "elastic.policy"),
     ({"elastic": {"max_staleness": 0, "mu": 2}}, "elastic.max_staleness"),
     ({"elastic": {"cells": 2, "standalone": 2}}, "elastic.standalone 2"),
-    (
-      {"elastic": {"slots": 9}, "rollout": {"max_slots": 8}},
-      "elastic.slots 9 is more than rollout.max_slots 8",
-    ),
     ({"elastic": {"cells": 2, "trainer": True}}, "elastic.trainer"),
     ({"elastic": {"resize": {"1": 1}}}, "elastic.resize"),
     *(

@@ -21,7 +21,8 @@ import pytest
 from gyre.rollout.router import Router
 from gyre.runtime import emulation as emulation_lib
 from gyre.runtime import event_log
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 120

@@ -280,6 +280,7 @@ def check_books(directory):
     2,
     3,
   }
+  assert [row["step"] for row in rows(directory)] == list(range(STEPS + 1))
   audit = audited(directory)
   assert sorted(audit.applied) == list(range(1, STEPS + 1))
   return audit

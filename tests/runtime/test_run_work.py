@@ -13,7 +13,7 @@ from gyre import config as config_lib
 from gyre.rollout.engine import EngineDown
 from gyre.rollout.profile import Profile
 from gyre.rollout.router import Router
-from gyre.runtime import run_work
+from gyre.runtime import metrics, reshard, run_work
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.emulated_cell import EmulatedCore
 from gyre.runtime.record import Record
@@ -72,14 +72,19 @@ class Dies(EmulatedCore):
 
 @contextlib.asynccontextmanager
 async def made(directory, config=CONFIG, **options):
-  """A RunWork at step 0, its store, and where its checkpoints are."""
+  """A RunWork at its newest step, its store, where its checkpoints are."""
   checkpoints = Checkpoints(directory / "checkpoints", 2)
   checkpoints.clean_up()
-  position = Position(phase="train", row={"step": 0})
-  first = EmulatedCore("cell 0", PROFILE)
-  await first.save(checkpoints.path(0), dataclasses.asdict(position))
+  if not checkpoints.steps():
+    begun = Position(phase="train", row={"step": 0})
+    first = EmulatedCore("cell 0", PROFILE)
+    await first.save(checkpoints.path(0), dataclasses.asdict(begun))
+  newest = checkpoints.steps()[-1]
+  position = Position(**reshard.read_meta(checkpoints.path(newest)))
   store = RolloutStore(directory / "rollouts.sqlite")
-  record = Record(directory, 3, {})
+  store.set_consumed(position.consumed)
+  store.forget_after(position.step)
+  record = Record(directory, 3, position.lengths, position.step)
   work = RunWork(
     config,
     position,
@@ -144,6 +149,77 @@ def test_a_core_that_dies_in_a_commit(tmp_path, after):
         "train-000002": 2,
         "train-000003": 2,
       }
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize("killed", ["never", "before", "between", "after"])
+def test_lines_of_a_burst_are_written_when_their_updates_are_committed(
+  tmp_path, killed
+):
+  """None is lost or written twice, wherever the run is killed.
+
+  Before the commit of the first update of a burst, between it and its line,
+  after that.
+  """
+  config = dataclasses.replace(
+    CONFIG,
+    run=dataclasses.replace(CONFIG.run, steps=3),
+    elastic=dataclasses.replace(CONFIG.elastic, mu=2),
+    eval=dataclasses.replace(CONFIG.eval, every=0),
+  )
+
+  def lines():
+    rows = metrics.read_lines(tmp_path / "metrics.jsonl")
+    return [row["step"] for row in rows]
+
+  async def first(work):
+    await work.published(0)
+    assert lines() == [0]
+    await consume(work, 1, (0, 1))
+    core = EmulatedCore("cell 0", PROFILE)
+    if killed in ("before", "between"):
+      core = Dies("cell 0", PROFILE, after=killed == "between")
+    await core.join(None, 0)
+    await core.apply([], 1)
+    with contextlib.suppress(EngineDown):
+      await work.commit(core, 1, [SKIPPED])
+    assert lines() == ([0] if isinstance(core, Dies) else [0, 1])
+    return core
+
+  async def main():
+    async with made(tmp_path, config) as (work, _, _):
+      core = await first(work)
+      if killed == "never":
+        await second(work, core)
+    if killed == "never":
+      return
+    async with made(tmp_path, config) as (work, _, _):
+      assert work.position.step == (0 if killed == "before" else 1)
+      core = EmulatedCore("cell 0", PROFILE)
+      await work.rehost(core)
+      await work.published(0)
+      if killed == "before":
+        assert lines() == [0]
+        assert {g.index for g in work._groups.values()} == {0, 1}
+        for group in (0, 1):
+          await work.compose(1, group)
+        work.rest(1)
+        await work.keep(1)
+        await core.apply([], 1)
+        await work.commit(core, 1, [SKIPPED])
+      assert lines() == [0, 1]
+      await second(work, core)
+
+  async def second(work, core):
+    for update, groups in ((2, (2, 3)), (3, (4, 5))):
+      await consume(work, update, groups)
+      await core.apply([], update)
+      await work.commit(core, update, [SKIPPED])
+      # These two are published, the last because it is.
+      assert lines() == list(range(update))
+      await work.published(update)
+      assert lines() == list(range(update + 1))
 
   asyncio.run(main())
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import bits, chain, in_one_run, sample_of
 
-from gyre.store import rollouts
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store import database
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 from gyre.trajectory import tree
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
@@ -151,7 +152,7 @@ def _samples(draw, execution):
 
 def _size_of(store, table, column):
   """Bytes that a blob column of a table holds in all."""
-  row = store._db.execute(f"SELECT SUM(LENGTH({column})) FROM {table}")
+  row = store._file._db.execute(f"SELECT SUM(LENGTH({column})) FROM {table}")
   return row.fetchone()[0]
 
 
@@ -259,7 +260,7 @@ def test_the_file_is_little_larger_than_what_it_holds(tmp_path):
 
 
 def test_the_log_of_a_large_execution_is_given_back(tmp_path, monkeypatch):
-  monkeypatch.setattr(rollouts, "_LOG_BYTES", 1 << 16)
+  monkeypatch.setattr(database, "_LOG_BYTES", 1 << 16)
   path, log = tmp_path / "r.sqlite", tmp_path / "r.sqlite-wal"
   first, second = (chain(f"g/{i}", turns=20, prompt=40_000) for i in range(2))
   with RolloutStore(path) as store, RolloutStore(path, readonly=True) as reader:
@@ -467,8 +468,8 @@ def test_killed_writer_loses_nothing_it_reported(tmp_path):
 def test_a_full_disk_is_one_clear_error(tmp_path):
   with RolloutStore(tmp_path / "r.sqlite") as store:
     store.put_execution(chain("g0/0", turns=2))
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages + 1}")
+    pages = store._file._db.execute("PRAGMA page_count").fetchone()[0]
+    store._file._db.execute(f"PRAGMA max_page_count={pages + 1}")
     with pytest.raises(StoreError, match="full"):
       for i in range(1, 99):
         store.put_execution(chain(f"g{i}/0", turns=40))

@@ -6,7 +6,8 @@ import sqlite3
 import numpy as np
 import pytest
 
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 from gyre.types import Call, Execution, Group, Outcome, Sample
 
 TURNS = 12

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from records import bits, chain, in_one_run, sample_of
 
-from gyre.store.rollouts import RolloutStore, StoreError
+from gyre.store.database import StoreError
+from gyre.store.rollouts import RolloutStore
 
 _SCHEMA_2 = """
 CREATE TABLE groups (
