@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Log:
-  """Keeps what was decided; see conductor.Observer."""
+  """Keeps what was decided; see work.Observer."""
 
   def __init__(self, store: RolloutStore | None = None):
     """Empty.
@@ -80,7 +80,7 @@ class Log:
     event: sched.Event,
     actions: Sequence[sched.Action],
   ) -> None:
-    """See conductor.Observer."""
+    """See work.Observer."""
     if isinstance(event, sched.Begin):
       self.began = asyncio.get_running_loop().time()
     made, step = event_log.record(event, actions), state.trainer.version
@@ -89,12 +89,12 @@ class Log:
       self._store.put_event(event_log.EVENT, made, step=step, t=event.time)
 
   def role(self, cell: str, role: str) -> None:
-    """See conductor.Observer."""
+    """See work.Observer."""
     self.roles.append((cell, role))
 
   @contextlib.contextmanager
   def span(self, cell: str, name: str, **args: Any) -> Iterator[None]:
-    """See conductor.Observer."""
+    """See work.Observer."""
     del cell, name, args
     yield
 

@@ -42,7 +42,7 @@ class Emulation:
     streaming, policy: of the scheduler.
     parts: micro-steps a group.
     calls: of an execution, at most.
-    passes, ordered: see conductor.Work.
+    passes, ordered: see work.Work.
     evaluated: calls that follow a publication, at any cell that serves.
   """
 
@@ -132,7 +132,7 @@ class Position:
 
 
 class EmulatedWork:
-  """What emulated cells work on; see conductor.Work."""
+  """What emulated cells work on; see work.Work."""
 
   def __init__(
     self,
@@ -218,10 +218,10 @@ class EmulatedWork:
       await core.restore(self._path(step))
     return step
 
-  # conductor.Work.
+  # work.Work.
 
   def worker(self, cell: sched.Cell) -> Worker:
-    """See conductor.Work."""
+    """See work.Work."""
     return EmulatedCell(
       cell.name,
       self.emulation.profile_of(cell),
@@ -229,18 +229,18 @@ class EmulatedWork:
     )
 
   def admit(self, group: int, version: int) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     self._versions[group] = version
     if self._store is not None:
       made = Group(f"group-{group:06d}", group, "emulated", version=version)
       self._store.put_group(made, _PHASE)
 
   def name(self, execution: sched.Execution) -> str:
-    """See conductor.Work."""
+    """See work.Work."""
     return f"group-{execution[0]:06d}/{execution[1]}"
 
   async def run(self, execution: sched.Execution) -> bool:
-    """See conductor.Work."""
+    """See work.Work."""
     group, index = execution
     workload, name = self.emulation.workload, self.name(execution)
     work = workload.work(execution)
@@ -263,12 +263,12 @@ class EmulatedWork:
     return work.scored
 
   def flat(self, group: int) -> bool:
-    """See conductor.Work; nothing has a reward."""
+    """See work.Work; nothing has a reward."""
     del group
     return False
 
   def drop(self, group: int, reason: str) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     if self._store is not None:
       payload = {"group": group, "reason": reason}
       self._store.put_event("drop", payload, step=self.position.step)
@@ -276,30 +276,30 @@ class EmulatedWork:
   async def compose(
     self, update: int, group: int
   ) -> Sequence[tuple[float, tuple[str, ...]]]:
-    """See conductor.Work; a micro-step is its share of an update."""
+    """See work.Work; a micro-step is its share of an update."""
     self._claims.setdefault(update, []).append(group)
     parts = self.emulation.parts
     share = 1 / (self.emulation.law.batch * parts)
     return [(share, (f"group-{group:06d}",))] * parts
 
   def rest(self, update: int) -> Sequence[tuple[float, tuple[str, ...]]]:
-    """See conductor.Work."""
+    """See work.Work."""
     del update
     return ()
 
   async def keep(self, update: int) -> None:
-    """See conductor.Work; executions are kept when they end."""
+    """See work.Work; executions are kept when they end."""
     del update
 
   async def training_weights(self, core: Core, version: int) -> Any:
-    """See conductor.Work."""
+    """See work.Work."""
     del version
     return await core.weights()
 
   async def commit(
     self, core: Core, update: int, metrics: Sequence[Mapping[str, Any]]
   ) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     now = asyncio.get_running_loop().time()
     rows = [
       (update, g, update - 1 - self._versions[g]) for g in self._claims[update]
@@ -320,7 +320,7 @@ class EmulatedWork:
       manifest.remove(self._path(old))
 
   async def publishable(self, core: Core | None, version: int) -> Any:
-    """See conductor.Work; takes publish_s, but for what is served already."""
+    """See work.Work; takes publish_s, but for what is served already."""
     if core is not None:
       await core.weights()
     if version > self._served:
@@ -332,11 +332,11 @@ class EmulatedWork:
     return Snapshot(version, str(self._path(version)))
 
   async def deliver(self, weights: Any, version: int) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     await self._router.load_weights(weights, version)
 
   async def published(self, version: int) -> None:
-    """See conductor.Work; evaluates."""
+    """See work.Work; evaluates."""
     profile = self.emulation.profile
     policy = self._router.anywhere()
     got = await asyncio.gather(
@@ -358,7 +358,7 @@ class EmulatedWork:
     self.evaluations.append((version, tuple(versions)))
 
   async def rehost(self, core: Core) -> int:
-    """See conductor.Work."""
+    """See work.Work."""
     step = await self.restore(core)
     await core.join(None, step)
     return step

@@ -24,12 +24,12 @@ from gyre.rollout.router import Router
 from gyre.runtime import collect, evaluate, publish, reshard, sampler
 from gyre.runtime.cell import Core, Worker
 from gyre.runtime.checkpoints import Checkpoints
-from gyre.runtime.conductor import MicroSteps
 from gyre.runtime.record import Record, peak_memory
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.updates import Update, score_group
 from gyre.runtime.watch import Watch
+from gyre.runtime.work import MicroSteps
 from gyre.store import manifest
 from gyre.store.rollouts import RolloutStore
 from gyre.trajectory.score import reward
@@ -117,7 +117,7 @@ def resumed(
 
 
 class RunWork:
-  """A run's side of the conductor; see conductor.Work."""
+  """A run's side of the conductor; see work.Work."""
 
   def __init__(
     self,
@@ -193,7 +193,7 @@ class RunWork:
   # Groups and executions.
 
   def admit(self, group: int, version: int) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     task = self._task(group)
     made = Group(group_id(group), group, task.task_id, version=version)
     self._store.put_group(made, PHASE)
@@ -205,11 +205,11 @@ class RunWork:
     return self._tasks.get("train", index)
 
   def name(self, execution: sched.Execution) -> str:
-    """See conductor.Work."""
+    """See work.Work."""
     return f"{group_id(execution[0])}/{execution[1]}"
 
   async def run(self, execution: sched.Execution) -> bool:
-    """See conductor.Work."""
+    """See work.Work."""
     number, index = execution
     dispatch = collect.dispatches(
       self._groups[number],
@@ -240,13 +240,13 @@ class RunWork:
     await asyncio.to_thread(written)
 
   def flat(self, group: int) -> bool:
-    """See conductor.Work."""
+    """See work.Work."""
     ended = self._finished.get(group, {}).values()
     rewards = [reward(e.outcome, self._config.learner.score) for e in ended]
     return _flat(rewards, self._config.rollout.group_size)
 
   def drop(self, group: int, reason: str) -> None:
-    """See conductor.Work.
+    """See work.Work.
 
     Raises:
       RolloutError: as many groups were lost, one after the other, as an update
@@ -268,7 +268,7 @@ class RunWork:
   # Updates.
 
   async def compose(self, update: int, group: int) -> MicroSteps:
-    """See conductor.Work: a thread scores and packs, the loop goes on."""
+    """See work.Work: a thread scores and packs, the loop goes on."""
     executions = self._finished[group]
     whole = dataclasses.replace(
       self._groups[group],
@@ -284,17 +284,17 @@ class RunWork:
     return await asyncio.to_thread(composed)
 
   def rest(self, update: int) -> MicroSteps:
-    """See conductor.Work."""
+    """See work.Work."""
     return self._updates[update].rest()
 
   async def keep(self, update: int) -> None:
-    """See conductor.Work: the samples are stored, and their tokens audited."""
+    """See work.Work: the samples are stored, and their tokens audited."""
     made = self._updates[update]
     await self._write(RolloutStore.put_samples, update, *made.samples())
     await asyncio.to_thread(made.audit)
 
   async def training_weights(self, core: Core, version: int) -> Any:
-    """See conductor.Work: arrays, or where other processes can read them."""
+    """See work.Work: arrays, or where other processes can read them."""
     if self._snapshots is None:
       return await core.weights()
     self._remove_snapshot()
@@ -310,7 +310,7 @@ class RunWork:
   async def commit(
     self, core: Core, update: int, metrics: Sequence[Mapping[str, Any]]
   ) -> None:
-    """See conductor.Work."""
+    """See work.Work."""
     self._write_line({})
     made = self._updates[update]
     row = {"step": update, **made.metrics(update - 1, metrics)}
@@ -356,7 +356,7 @@ class RunWork:
     return not step % self._config.elastic.mu or step == self._config.run.steps
 
   async def rehost(self, core: Core) -> int:
-    """See conductor.Work.
+    """See work.Work.
 
     What is on disk decides: the core may have died after it committed an
     update, and before it could say so.
@@ -371,7 +371,7 @@ class RunWork:
   # Publication, and what follows it.
 
   async def publishable(self, core: Core | None, version: int) -> Any:
-    """See conductor.Work: the core's own, or those of a checkpoint."""
+    """See work.Work: the core's own, or those of a checkpoint."""
     arrays = core is not None and self._snapshots is None
     if arrays and version == self.position.step:
       return reshard.to_host(await core.weights())
@@ -388,11 +388,11 @@ class RunWork:
     return Snapshot(version, path, verified=stamp)
 
   async def deliver(self, weights: Any, version: int) -> None:
-    """See conductor.Work: each engine is checked to use them."""
+    """See work.Work: each engine is checked to use them."""
     await publish.publish_to_all(self._router, weights, version)
 
   async def published(self, version: int) -> None:
-    """See conductor.Work: evaluates, and writes the step's line."""
+    """See work.Work: evaluates, and writes the step's line."""
     step = self.position.step
     self._store.put_event("publish", {"version": version}, step=step)
     self._watch.published(version)

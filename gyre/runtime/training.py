@@ -26,7 +26,7 @@ from gyre.runtime.cell import (
 from gyre.runtime.claims import Claims, MicroStep
 
 if TYPE_CHECKING:
-  from gyre.runtime.conductor import Observer, Work
+  from gyre.runtime.work import Observer, Work
 
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ class _Busy:
 
 
 class Watch:
-  """See conductor.Observer."""
+  """See work.Observer."""
 
   def __init__(
     self,
@@ -76,7 +76,7 @@ class Watch:
     event: sched.Event,
     actions: Sequence[sched.Action],
   ) -> None:
-    """See conductor.Observer."""
+    """See work.Observer."""
     self._store.put_event(
       event_log.EVENT,
       event_log.record(event, actions),
@@ -91,7 +91,7 @@ class Watch:
     self._record.progress.phase("rollout", done, total)
 
   def role(self, cell: str, role: str) -> None:
-    """See conductor.Observer."""
+    """See work.Observer."""
     before, since = self._roles.get(cell, ("", 0.0))
     if before == role:
       return
@@ -118,7 +118,7 @@ class Watch:
 
   @contextlib.contextmanager
   def span(self, cell: str, name: str, **args: Any) -> Iterator[None]:
-    """See conductor.Observer."""
+    """See work.Observer."""
     trains = name not in ("to train", "to rollout", "resize")
     if trains:
       self._busy["train"].add(1)
