@@ -139,6 +139,15 @@ class Claims:
     """Cells whose sums hold finished micro-steps, by name."""
     return tuple(sorted(c for c in self._claimed if self.finished(c)))
 
+  def may_hand_over(self, cell: str) -> bool:
+    """Whether a cell has sums, and nothing is left for it to add to them.
+
+    Unless another cell dies and gives back what it claimed.
+    """
+    held = self._claimed.get(cell)
+    nothing_left = self._sealed and not self._waiting
+    return nothing_left and bool(held) and self._finished.issuperset(held)
+
   def hand_over(self, cell: str) -> tuple[int, ...]:
     """Notes that a cell's sums are with the core; a death loses them no more.
 

@@ -1,8 +1,9 @@
 """Streaming training with changing members.
 
 Groups become micro-steps of an update as they come in; the cells that train
-claim them. Weights are frozen inside a pass. When all is trained the sums of
-all cells are combined at the core, which takes one optimizer step. A cell that
+claim them. Weights are frozen inside a pass. A cell that finds nothing left to
+claim hands its sums over while others still work; when all is trained the sums
+of all are combined at the core, which takes one optimizer step. A cell that
 dies takes with it what it claimed and has not handed over, and that is trained
 again; a core that dies takes the whole update.
 """
@@ -10,10 +11,11 @@ again; a core that dies takes the whole update.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gyre.runtime.cell import (
   CELL_ERRORS,
@@ -24,10 +26,7 @@ from gyre.runtime.cell import (
   Worker,
 )
 from gyre.runtime.claims import Claims, MicroStep
-
-if TYPE_CHECKING:
-  from gyre.runtime.work import Observer, Work
-
+from gyre.runtime.work import Observer, Work
 
 log = logging.getLogger(__name__)
 
@@ -39,30 +38,30 @@ class _Update:
   Attributes:
     claims: its micro-steps.
     groups: taken in so far.
-    parts: sums of micro-steps by index, in ordered mode.
-    handed: sums that cells handed over.
+    handed: sums that cells handed over, by the first micro-step in them; in
+      ordered mode each is of one.
     metrics: of each pass taken.
     told: that this pass is trained was told.
     stepping: its sums are being combined and applied; nothing is claimed.
     lives: how often it began anew.
-    taking: held while a cell hands sums over.
+    taking: held, by cell, while it hands its sums over.
     composing: makes the micro-steps of the group that came in last.
   """
 
   claims: Claims
   groups: int = 0
-  parts: dict[int, Sums] = dataclasses.field(default_factory=dict)
-  handed: list[Sums] = dataclasses.field(default_factory=list)
+  handed: dict[int, Sums] = dataclasses.field(default_factory=dict)
   metrics: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
   told: bool = False
   stepping: bool = False
   lives: int = 0
-  taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+  taking: dict[str, asyncio.Lock] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(asyncio.Lock)
+  )
   composing: asyncio.Task | None = None
 
   def start_over(self) -> None:
     """Nothing has been computed."""
-    self.parts.clear()
     self.handed.clear()
     self.metrics.clear()
     self.claims.start_over()
@@ -70,10 +69,9 @@ class _Update:
     self.lives += 1
 
   def take(self) -> list[Sums]:
-    """The sums handed over; in ordered mode, in that order."""
-    out = [*self.handed, *(self.parts[i] for i in sorted(self.parts))]
+    """The sums handed over, in an order that no time decides."""
+    out = [self.handed[i] for i in sorted(self.handed)]
     self.handed.clear()
-    self.parts.clear()
     return out
 
 
@@ -241,20 +239,25 @@ class Training:
   async def _member(self, cell: str) -> None:
     """Works on micro-steps until the cell leaves or dies."""
     while (claimed := await self._claim(cell)) is not None:
+      update, micro = claimed
       try:
-        await self._micro_step(cell, *claimed)
+        if micro is None:
+          await self._take(update, cell)
+        else:
+          await self._micro_step(cell, update, micro)
       except CELL_ERRORS:
         if not await self._died(cell):
           raise
 
-  async def _claim(self, cell: str) -> tuple[_Update, MicroStep] | None:
+  async def _claim(self, cell: str) -> tuple[_Update, MicroStep | None] | None:
+    """What a cell does next; None instead of a micro-step: hands over."""
     async with self._news:
       while cell not in self._leaving:
         update = self._updates.get(self._applied + 1)
         free = update is not None and not update.stepping
         if free and cell in self._ready:
           micro = update.claims.claim(cell)
-          if micro is not None:
+          if micro is not None or update.claims.may_hand_over(cell):
             return update, micro
         await self._news.wait()
     return None
@@ -273,7 +276,7 @@ class Training:
     update.claims.done(cell, micro.index, extras)
     if part is not None:
       update.claims.hand_over(cell)
-      update.parts[micro.index] = part
+      update.handed[micro.index] = part
     await self._settle(update)
 
   async def _died(self, *cells: str) -> bool:
@@ -346,37 +349,41 @@ class Training:
 
   async def _take(self, update: _Update, cell: str) -> None:
     """A cell hands its sums over; its death no longer loses them."""
-    async with update.taking:
+    async with update.taking[cell]:
       if cell not in update.claims.members():
         return
       lives = update.lives
-      sums = await self._workers[cell].sums()
+      try:
+        sums = await self._workers[cell].sums()
+      except CELL_ERRORS:
+        if update.lives == lives:
+          raise
+        return  # the update began anew, and the cell may be joining again
       # It may have died since; what it gave back is trained again.
       if update.lives == lives and cell in update.claims.members():
-        update.claims.hand_over(cell)
-        update.handed.append(sums)
+        update.handed[min(update.claims.hand_over(cell))] = sums
 
   async def _step(self, update: _Update) -> bool:
     """One optimizer step on the sums of all; False where a death forbids it.
 
     What is lost with the death is trained again, and the step taken then.
     """
-    claims, lives, cell = update.claims, update.lives, ""
+    claims, lives, asked = update.claims, update.lives, ()
     if update.stepping or not (claims.drained and self._core):
       return False
     update.stepping = True
     try:
-      for cell in claims.members():
-        await self._take(update, cell)
+      asked = claims.members()
+      await asyncio.gather(*(self._take(update, cell) for cell in asked))
       async with self._weights:
         if update.lives != lives:
           return False
         if claims.drained:
-          cell = self._core
-          await self._apply(update, cell)
+          asked = (self._core,)
+          await self._apply(update, self._core)
           return update.lives == lives
     except CELL_ERRORS:
-      if not await self._died(cell):
+      if not await self._died(*asked):
         raise
     if update.lives == lives:
       update.stepping = update.told = False

@@ -10,6 +10,7 @@ from gyre.rollout.profile import Profile
 from gyre.runtime import emulated_run
 from gyre.runtime import emulation as emulation_lib
 from gyre.runtime.cell import CellError
+from gyre.runtime.emulated_cell import EmulatedCore
 from gyre.sim import workload
 
 PROFILE = Profile(
@@ -184,12 +185,50 @@ class Mortal:
     return await work
 
 
-def mortal(run_of):
-  """Cells of a run, each of them mortal."""
-  made = {}
-  for name in emulated_run.cells(run_of):
-    made[name] = Mortal(lambda name=name: emulated_run.cells(run_of)[name])
-  return made
+class SlowSums(EmulatedCore):
+  """Its sums are large, and on their way for long.
+
+  Attributes:
+    handing: (begin, end) of each time that it handed some over.
+    worked, applied: end of each micro-step, begin of each optimizer step.
+  """
+
+  hands_s = 7.0
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.handing, self.worked, self.applied = [], [], []
+
+  async def work(self, batch, extras=None):
+    out = await super().work(batch, extras)
+    self.worked.append(asyncio.get_running_loop().time())
+    return out
+
+  async def sums(self):
+    begin = asyncio.get_running_loop().time()
+    if self._micro_steps:
+      await asyncio.sleep(self.hands_s)
+      self.handing.append((begin, begin + self.hands_s))
+    return await super().sums()
+
+  async def apply(self, sums, version):
+    self.applied.append(asyncio.get_running_loop().time())
+    return await super().apply(sums, version)
+
+
+def mortal(run_of, kind=None):
+  """Cells of a run, each of them mortal, or of another kind."""
+
+  def made(name):
+    cell = emulated_run.cells(run_of)[name]
+    if kind is None:
+      return cell
+    return kind(name, cell.profile, executions=run_of.executions)
+
+  return {
+    name: Mortal(lambda name=name: made(name))
+    for name in emulated_run.cells(run_of)
+  }
 
 
 async def disturb(run, rng, *, every=4.0, fails=0.0, times=30):

@@ -16,6 +16,7 @@ import pytest
 import virtual_time
 from elastic_runs import (
   Mortal,
+  SlowSums,
   SlowWork,
   UnevenWork,
   check,
@@ -136,6 +137,7 @@ VARIANTS = {
   "ordered": {"ordered": True, "passes": 2},
   "evaluated": {"evaluated": 3},
   "composed slowly": {"passes": 2, "make_work": SlowWork},
+  "handed over slowly": {"passes": 2, "kind": SlowSums},
   "beside a pool": {
     "cells": layout(2, 8, standalone=1),
     "phi": 0,
@@ -160,9 +162,9 @@ VARIANTS = {
 def check_disturbed(seed, variant):
   async def main():
     options = {"make_work": UnevenWork} | VARIANTS[variant]
-    make_work = options.pop("make_work")
+    make_work, kind = options.pop("make_work"), options.pop("kind", None)
     r, e = rng(seed), emulation(**options)
-    run = emulated_run.EmulatedRun(e, mortal(e), make_work=make_work)
+    run = emulated_run.EmulatedRun(e, mortal(e, kind), make_work=make_work)
     every, fails = r.choice([3.0, 8.0, 20.0]), r.choice([0.0, 0.3, 1.0])
     outcome = await conducted(run, disturb(run, r, every=every, fails=fails))
     check(run, outcome)
@@ -236,6 +238,31 @@ def test_a_core_that_lends_devices_among_deaths():
 @pytest.mark.slow
 def test_many_histories_of_resizes():
   assert sum(check_resized(seed) for seed in range(1000, 1300)) >= 300
+
+
+def test_sums_are_handed_over_while_others_work():
+  """An update waits for those of the last micro-step alone."""
+  e = emulation(phi=0, mu=1, batch=5, steps=4, parts=3, window=9)
+  cells = {
+    cell.name: SlowSums(
+      cell.name,
+      dataclasses.replace(e.profile_of(cell), update_s=200.0 * (1 + i)),
+      executions=e.executions,
+    )
+    for i, cell in enumerate(e.layout)
+  }
+  run, outcome = run_once(e, workers=cells)
+  check(run, outcome)
+  early = waits = 0
+  for at in cells["cell 0"].applied:
+    last = max(t for c in cells.values() for t in c.worked if t <= at)
+    assert at - last == pytest.approx(SlowSums.hands_s)
+    before = [b for c in cells.values() for b, end in c.handing if end <= at]
+    early += sum(last - 100 < begin < last for begin in before)
+    waits += 1
+  assert waits == e.steps and early >= e.steps
+  # Once an update, not whenever there is nothing to do.
+  assert all(len(c.handing) <= e.steps for c in cells.values())
 
 
 def test_a_run_that_is_stopped_while_groups_are_composed_leaves_nothing():
