@@ -114,18 +114,31 @@ def do_table_1(options, seeds) -> tuple[str, list[Row], dict[str, Any]]:
   steps = options.steps or tables.STEPS_1
   designs = [*tables.TABLE_1, *tables.BEYOND]
   rows = simulate_rows(designs, seeds, *_calibrated(tables.CALIBRATION, steps))
-  # What a policy can gain at all: without the beginning and the end.
+  # What a policy can gain at all. Keeping Q_b full is a policy's to choose.
   long = tables.LONG * steps
-  e0 = next(design for design in designs if design.id == "E0")
+  e0 = next(row for row in rows if row.design.id == "E0")
+  full = dataclasses.replace(e0.design, policy="steady")
+  bounds = [
+    tables.bound_of(full, tables.CALIBRATION, seed, steps=steps)
+    for seed in seeds
+  ]
   (lasting,) = simulate_rows(
-    [dataclasses.replace(e0, id=f"E0 over {long} steps")],
+    [dataclasses.replace(e0.design, id=f"E0 over {long} steps")],
     seeds,
-    *_calibrated(tables.CALIBRATION, long),
+    lambda design, seed: tables.run_design(
+      design, tables.CALIBRATION, seed, steps=long
+    ),
+    lambda design, seed: tables.bound_of(
+      full, tables.CALIBRATION, seed, steps=long
+    ),
+  )
+  room = report.room(
+    e0, dataclasses.replace(e0, bounds=tuple(bounds)), steps, lasting, long
   )
   text = (
     f"## Table 1: {tables.NODES} nodes, {steps} steps, {len(seeds)} seeds\n\n"
-    f"{report.table_1(rows)}\n\n{tables.BEYOND_NOTE}\n\n"
-    f"{report.room(lasting, long)}\n\n{UNIDENTIFIED}"
+    f"{report.table_1(rows)}\n\n{tables.BEYOND_NOTE}\n\n{room}\n\n"
+    f"{UNIDENTIFIED}"
   )
   return text, rows, {"long_run": {"steps": long, **lasting.as_json()}}
 

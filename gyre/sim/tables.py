@@ -187,7 +187,7 @@ TABLE_1 = (
 )
 STEPS_1 = 12
 #: So many times the steps leave little of a run's beginning and end.
-LONG = 4
+LONG = 8
 
 
 def guaranteed(law: Law, maximum: int | None, policy: str) -> Law:
