@@ -51,6 +51,7 @@ setup(
       "nbclient",
       "openai",
       "pytest",
+      "pytest-xdist",
       "ruff",
       "torch==2.13.0",
       "transformers>=5.19",
