@@ -49,6 +49,7 @@ _NOT_NEGATIVE = (
   "optim.warmup_steps",
   "learner.kl_coef",
   "rollout.resample_limit",
+  "rollout.engines",
   "elastic.standalone",
   "elastic.window",
   "elastic.slots",
@@ -224,6 +225,11 @@ def _check_elastic(config: Config) -> None:
     e.cells * width <= _MOST_DEVICES,
     f"elastic.cells {e.cells} of {width} devices each are more than "
     f"{_MOST_DEVICES} devices",
+  )
+  engines = config.rollout.engines
+  _require(
+    engines <= width,
+    f"rollout.engines {engines} need a device each, a cell has {width}",
   )
   _require(
     not e.resize or width > 1,

@@ -159,6 +159,8 @@ class Rollout:
   """Groups of executions and the embedded engine that serves them.
 
   groups_per_step groups of group_size executions feed one optimizer step.
+  engines: of a cell, each a whole one on a device of its own, which share the
+  cell's calls (0: one on each of its devices).
   Engine: max_slots requests decode together; pages of page_size tokens;
   prefill in chunks of prefill_chunk tokens. resample_zero_variance: groups
   whose rewards are all equal are not trained but replaced, up to
@@ -170,6 +172,7 @@ class Rollout:
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = 0
+  engines: int = 0
   max_slots: int = 32
   page_size: int = 16
   num_pages: int = 2048
@@ -284,8 +287,8 @@ class Elastic:
   "waterlevel" in order of dispatch with run.deterministic, else "deadline"
   unless there is a window.
   streaming: a group is trained as soon as it is whole; else an update waits
-  for all of its groups. slots: executions a cell holds (0: rollout.max_slots;
-  more suits agents that mostly wait for tools: calls queue at the engine).
+  for all of its groups. slots: executions a cell holds (0: rollout.max_slots
+  of each engine; more suits agents that mostly wait for tools: calls queue).
   resize: after an update, on how many of its devices the first cell trains;
   the others serve, until it takes them back. {"3": 4, "6": 8}.
   launcher: "inprocess" (cells share this process) or "local" (a process each).

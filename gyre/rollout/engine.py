@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -131,6 +132,53 @@ class EngineStats:
   preemptions: int = 0
   finished: int = 0
   compilations: int = 0
+
+
+COUNTERS = (
+  "prompt_tokens",
+  "hit_tokens",
+  "prefilled_tokens",
+  "reprefilled_tokens",
+  "generated_tokens",
+  "decode_steps",
+  "prefill_steps",
+  "preemptions",
+  "finished",
+  "compilations",
+)
+_GAUGES = ("running", "waiting", "cached_tokens", "free_pages", "total_pages")
+
+
+def total(
+  each: Iterable[EngineStats],
+  past: Mapping[str, int] = MappingProxyType({}),
+  *,
+  version: int,
+  paused: bool,
+  waiting: int = 0,
+) -> EngineStats:
+  """Counts of many engines as one's.
+
+  Args:
+    each: of the engines.
+    past: counters of engines that are no more.
+    version, paused: of the whole.
+    waiting: requests that are at no engine.
+
+  Returns:
+    Sums; asleep where all are.
+  """
+  each = list(each)
+  sums = {k: sum(getattr(s, k) for s in each) for k in (*COUNTERS, *_GAUGES)}
+  for name, count in past.items():
+    sums[name] += count
+  sums["waiting"] += waiting
+  return EngineStats(
+    version=version,
+    paused=paused,
+    asleep=bool(each) and all(s.asleep for s in each),
+    **sums,
+  )
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,23 @@ from gyre.models import params as params_lib
 from gyre.models.config import ModelConfig
 
 Fingerprint = dict[str, tuple[int, ...]]
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+  """An engine that tells what weights it computes with."""
+
+  def fingerprint_of(self, weights: Any) -> Fingerprint:
+    """The fingerprint of its own weights when it serves these, a pytree."""
+    ...
+
+  async def difference(self, expected: Fingerprint) -> str:
+    """Where its own weights differ from those expected; "" if nowhere.
+
+    Raises:
+      ValueError: it has none: it sleeps, or slept and was given none.
+    """
+    ...
 
 
 def _weights(shape: tuple[int, ...]) -> jax.Array:

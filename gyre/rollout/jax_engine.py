@@ -163,8 +163,12 @@ class JaxEngine:
     """
     return await self._call(self._fingerprint)
 
+  async def difference(self, expected: fingerprint.Fingerprint) -> str:
+    """See fingerprint.Fingerprinted."""
+    return fingerprint.difference(expected, await self.fingerprint())
+
   def fingerprint_of(self, weights: Any) -> fingerprint.Fingerprint:
-    """What `fingerprint` is when it serves these weights, a pytree."""
+    """See fingerprint.Fingerprinted."""
     return fingerprint.of(weights, self.model_cfg, self._rollout.dtype)
 
   async def close(self) -> None:

@@ -48,7 +48,7 @@ class Router:
     self._courier = delivery.Courier(
       self._table, patience_s=patience_s, leave_s=leave_s
     )
-    self._past = dict.fromkeys(routes.COUNTERS, 0)
+    self._past = dict.fromkeys(engine_lib.COUNTERS, 0)
     self._numbers = 0
 
   # Cells.
@@ -88,7 +88,7 @@ class Router:
       return
     old.serving = False
     stats = routes.stats_of(old.engine)
-    for name in routes.COUNTERS:
+    for name in engine_lib.COUNTERS:
       self._past[name] += getattr(stats, name)
     old.signal()
 
@@ -321,7 +321,7 @@ class Router:
     """
     each = self.cell_stats()
     versions = [each[name].version for name in self.serving]
-    return routes.total(
+    return engine_lib.total(
       each.values(),
       self._past,
       version=min(versions or [s.version for s in each.values()], default=0),

@@ -5,26 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Set
 
 from gyre.rollout import calls
 from gyre.rollout import engine as engine_lib
 
 OnDown = Callable[[str, engine_lib.EngineDown], None]
-
-COUNTERS = (
-  "prompt_tokens",
-  "hit_tokens",
-  "prefilled_tokens",
-  "reprefilled_tokens",
-  "generated_tokens",
-  "decode_steps",
-  "prefill_steps",
-  "preemptions",
-  "finished",
-  "compilations",
-)
-_GAUGES = ("running", "waiting", "cached_tokens", "free_pages", "total_pages")
 
 
 @dataclasses.dataclass(eq=False)
@@ -243,35 +229,3 @@ def stats_of(engine: engine_lib.Engine) -> engine_lib.EngineStats:
   with contextlib.suppress(engine_lib.EngineError):
     return engine.stats()
   return engine_lib.EngineStats()
-
-
-def total(
-  each: Iterable[engine_lib.EngineStats],
-  past: Mapping[str, int],
-  *,
-  version: int,
-  waiting: int,
-  paused: bool,
-) -> engine_lib.EngineStats:
-  """Counts of many engines as one's.
-
-  Args:
-    each: of the engines.
-    past: counters of engines that are no more.
-    version, paused: of the whole.
-    waiting: requests that are at no engine.
-
-  Returns:
-    Sums; asleep where all are.
-  """
-  each = list(each)
-  sums = {k: sum(getattr(s, k) for s in each) for k in (*COUNTERS, *_GAUGES)}
-  for name, count in past.items():
-    sums[name] += count
-  sums["waiting"] += waiting
-  return engine_lib.EngineStats(
-    version=version,
-    paused=paused,
-    asleep=bool(each) and all(s.asleep for s in each),
-    **sums,
-  )

@@ -21,13 +21,13 @@ from gyre.learner import packing, step
 from gyre.learner.objective import Extras
 from gyre.rollout.engine import Engine
 from gyre.rollout.jax_engine import JaxEngine
+from gyre.rollout.programs import Programs
+from gyre.rollout.replicas import Replicas
 from gyre.runtime import publish, reshard
 from gyre.runtime.cell import CellError, Sums
 from gyre.runtime.trainer import Trainer
 from gyre.store import manifest
 from gyre.types import Batch, Snapshot
-
-MakeEngine = Callable[[Any, int], Engine]
 
 
 def pad_rows(batch: Batch, multiple: int) -> Batch:
@@ -63,7 +63,7 @@ class CellWorker:
     trainer: Trainer,
     config: Config,
     *,
-    make_engine: MakeEngine | None = None,
+    programs: dict[Any, Programs] | None = None,
   ):
     """Names the cell; it holds nothing before `serve` or `join`.
 
@@ -71,22 +71,22 @@ class CellWorker:
       name: "cell 0".
       trainer: the step over the cell's mesh.
       config: rollout and agent sections shape the engine.
-      make_engine: (weights, version) -> an engine that starts; None: the
-        embedded one, on the first device of the mesh.
+      programs: compiled steps of engines by device, which cells of the same
+        model and settings may share; filled as engines start.
     """
     self.name, self.trainer = name, trainer
     self.engine: Engine | None = None
     self.role = "idle"
     self.reference: Any = None
     self._config = config
-    self._make_engine = make_engine or self._embedded
     self._params: Any = None
     self._placed_reference: Any = None
     self._sums: step.GradSums | None = None
     self._served: tuple[Any, int] | None = None
     self._version = 0
     self._verified = ("", "")  # a directory, and its stamp then
-    self._engine_at: Any = None
+    self._engine_at: tuple[Any, ...] = ()
+    self._programs = {} if programs is None else programs
     self._thread = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix=name
     )
@@ -103,22 +103,45 @@ class CellWorker:
 
   # Serving.
 
-  def _embedded(self, params: Any, version: int) -> JaxEngine:
-    return JaxEngine(
+  def _engine_devices(self) -> tuple[Any, ...]:
+    """The devices of the cell that have an engine, or a replica of it."""
+    devices = tuple(self.trainer.mesh.devices.flat)
+    return devices[: self._config.rollout.engines or None]
+
+  def _embedded(self, params: Any, version: int) -> Engine:
+    name, devices = self.name.replace("cell", "engine"), self._engine_devices()
+    if len(devices) == 1:
+      return self._replica(params, version, devices[0], name)
+    return Replicas(
+      [
+        self._replica(params, version, device, f"{name}.{i}")
+        for i, device in enumerate(devices)
+      ],
+      slots=self._config.rollout.max_slots,
+      name=name,
+    )
+
+  def _replica(
+    self, params: Any, version: int, device: Any, name: str
+  ) -> JaxEngine:
+    made = JaxEngine(
       params,
       self.trainer.model_cfg,
       version=version,
       rollout=self._config.rollout,
       max_context=self._config.agent.max_context,
       deterministic=self._config.run.deterministic,
-      device=self.trainer.mesh.devices.flat[0],
-      name=self.name.replace("cell", "engine"),
+      device=device,
+      name=name,
+      programs=self._programs.get(device),
     )
+    self._programs[device] = made.programs
+    return made
 
   def start_engine(self, params: Any, version: int) -> Engine:
     """Starts the engine with weights; it copies them."""
-    self._engine_at = self.trainer.mesh.devices.flat[0]
-    self.engine = self._make_engine(params, version)
+    self._engine_at = self._engine_devices()
+    self.engine = self._embedded(params, version)
     return self.engine
 
   async def serve(self, weights: Any, version: int) -> None:

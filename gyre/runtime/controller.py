@@ -39,7 +39,7 @@ def cell_names(config: Config) -> list[str]:
 
 def layout(config: Config) -> sched.Layout:
   """Returns the cells of a run: the core, satellites, standalone ones."""
-  e, m = config.elastic, config.mesh
+  e, m, r = config.elastic, config.mesh, config.rollout
   width = m.data * m.fsdp * m.tensor
 
   def kind(i: int) -> str:
@@ -52,7 +52,7 @@ def layout(config: Config) -> sched.Layout:
       sched.Cell(
         name=name,
         devices=tuple(range(i * width, (i + 1) * width)),
-        slots=e.slots or config.rollout.max_slots,
+        slots=e.slots or r.max_slots * (r.engines or width),
         kind=kind(i),
         divisible=i == 0 and bool(e.resize),
       )

@@ -205,8 +205,8 @@ class CoreWorker(CellWorker):
     """See cell.Core."""
     mesh = reshard.resized(self.trainer.mesh, devices, sizes)
     await self._do(self._resize, mesh, directory)
-    if self.engine is not None and self._engine_at != mesh.devices.flat[0]:
-      # Its device is given away; `serve` starts another.
+    if self.engine is not None and self._engine_at != self._engine_devices():
+      # A device is given away, or taken back; `serve` starts another.
       engine, self.engine = self.engine, None
       await engine.close()
 

@@ -55,6 +55,7 @@ _EVAL_FREE = (
   "elastic.",
   "eval.",
   "sandbox.",
+  "rollout.engines",
   "rollout.max_slots",
 )
 

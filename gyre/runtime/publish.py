@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gyre.rollout import fingerprint
 from gyre.rollout.engine import Engine, EngineDown, EngineError
-from gyre.rollout.fingerprint import Fingerprint
-from gyre.rollout.jax_engine import JaxEngine
+from gyre.rollout.fingerprint import Fingerprint, Fingerprinted
 from gyre.rollout.router import Router
 from gyre.store import manifest
 from gyre.types import Snapshot
@@ -40,7 +38,8 @@ async def publish(
     weights: a parameter pytree (in process) or a Snapshot.
     version: of the weights, committed.
     expected: fingerprint.of the trainer's weights in the engine's dtype;
-      None takes that of `weights`, if they are arrays for a JaxEngine.
+      None takes that of `weights`, if they are arrays and the engine tells
+      its own.
 
   Raises:
     PublishError: the engine still names another version, or computes with
@@ -48,7 +47,7 @@ async def publish(
   """
   if isinstance(weights, Snapshot):
     await asyncio.to_thread(manifest.checked, weights.path, weights.verified)
-  elif expected is None and isinstance(engine, JaxEngine):
+  elif expected is None and isinstance(engine, Fingerprinted):
     expected = await asyncio.to_thread(engine.fingerprint_of, weights)
   paused, wrong = engine.stats().paused, ""
   await engine.pause()
@@ -58,8 +57,7 @@ async def publish(
     if served != version:
       wrong = f"the engine serves {served}"
     elif expected is not None:
-      used = await engine.fingerprint()
-      wrong = fingerprint.difference(expected, used)
+      wrong = await engine.difference(expected)
   finally:
     if not paused and not wrong:
       await engine.resume()

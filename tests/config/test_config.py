@@ -85,6 +85,11 @@ def test_to_dict_round_trips():
     ({"elastic": {"policy": "fast"}}, "elastic.policy"),
     ({"elastic": {"max_staleness": 0, "mu": 2}}, "elastic.max_staleness"),
     ({"elastic": {"cells": 2, "standalone": 2}}, "elastic.standalone 2"),
+    ({"rollout": {"engines": -1}}, "rollout.engines"),
+    (
+      {"rollout": {"engines": 3}, "mesh": {"data": 2}},
+      "rollout.engines 3 need a device each, a cell has 2",
+    ),
     ({"elastic": {"cells": 2, "trainer": True}}, "elastic.trainer"),
     ({"elastic": {"resize": {"1": 1}}}, "elastic.resize"),
     *(

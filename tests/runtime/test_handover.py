@@ -107,9 +107,7 @@ def test_the_core_keeps_its_state_on_the_host_while_it_serves(tmp_path):
     # What is asked for meanwhile is of the same state.
     await core.save(tmp_path / "served", {"step": 1})
     await core.resize([6])
-    assert core.engine is not None
     await core.join(None, 1)
-    assert core.engine.stats().asleep
     after = reshard.to_host(core.trainer.state)
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
     jax.tree.map(
@@ -120,9 +118,28 @@ def test_the_core_keeps_its_state_on_the_host_while_it_serves(tmp_path):
     assert await core.restore(tmp_path / "served") == {"step": 1}
     restored = reshard.to_host(core.trainer.state)
     jax.tree.map(np.testing.assert_array_equal, restored.params, before.params)
-    # The engine's device is given away: another engine will serve.
-    await core.resize([5])
-    assert core.engine is None
+    await core.close()
+
+  toy.run(run())
+
+
+def test_an_engine_is_on_the_devices_that_the_core_has():
+  async def run():
+    core = toy.core((1, 2, 1), 6)
+    await core.join(None, 0)
+    got = []
+    for devices in ([6, 7], [6], [7], [6, 7]):
+      await core.resize(devices)
+      await core.serve(None, 0)
+      got.append(await _tokens(core))
+      assert core.engine.stats().total_pages == 32 * len(devices)
+      await core.join(None, 0)
+      assert core.engine.stats().asleep
+    assert got == got[:1] * 4
+    # What stays as it was is kept, and sleeps.
+    kept = core.engine
+    await core.resize([6, 7])
+    assert core.engine is kept
     await core.close()
 
   toy.run(run())

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def stateless(first):
   """A CoreWorker without a state, on other devices than the core's."""
   made, config = toy.trainer((1, 1, 1), first), toy.make_config()
-  engines = toy.make_engine(made, config)
-  return CoreWorker(f"cell {first}", made, config, make_engine=engines)
+  return CoreWorker(f"cell {first}", made, config, programs=toy.PROGRAMS)
 
 
 def copies(tree):

@@ -9,9 +9,6 @@ from gyre import config
 from gyre.learner import packing, state
 from gyre.models import params as params_lib
 from gyre.models.config import ModelConfig
-from gyre.rollout import shapes
-from gyre.rollout.jax_engine import JaxEngine
-from gyre.rollout.programs import Programs
 from gyre.runtime.cell_worker import CellWorker
 from gyre.runtime.core_worker import CoreWorker
 from gyre.runtime.trainer import Trainer
@@ -116,35 +113,12 @@ def trainer(sizes, first=0, **learner):
   return made
 
 
-_PROGRAMS = {}
-
-
-def make_engine(trainer, config):
-  """Makes engines on a trainer's first device, which share their compiles."""
-  device = trainer.mesh.devices.flat[0]
-  rollout = config.rollout
-
-  def make(weights, version):
-    if device not in _PROGRAMS:
-      chosen = shapes.choose(rollout, config.agent.max_context, True)
-      _PROGRAMS[device] = Programs(MODEL, chosen, rollout.dtype, device)
-    return JaxEngine(
-      weights,
-      MODEL,
-      version=version,
-      rollout=rollout,
-      max_context=config.agent.max_context,
-      deterministic=True,
-      device=device,
-      programs=_PROGRAMS[device],
-    )
-
-  return make
+PROGRAMS = {}  # of engines, by device
 
 
 def _cell(kind, name, sizes, first, learner):
   made, config = trainer(sizes, first, **learner), make_config(**learner)
-  return kind(name, made, config, make_engine=make_engine(made, config))
+  return kind(name, made, config, programs=PROGRAMS)
 
 
 def core(sizes=(1, 1, 1), first=0, **learner):
