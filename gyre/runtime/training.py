@@ -11,68 +11,16 @@ again; a core that dies takes the whole update.
 from __future__ import annotations
 
 import asyncio
-import collections
-import dataclasses
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from gyre.runtime.cell import (
-  CELL_ERRORS,
-  GRACE_S,
-  CellError,
-  Core,
-  Sums,
-  Worker,
-)
-from gyre.runtime.claims import Claims, MicroStep
+from gyre.runtime.cell import CELL_ERRORS, GRACE_S, CellError, Core, Worker
+from gyre.runtime.claims import MicroStep
+from gyre.runtime.incoming import Composer, Incoming
 from gyre.runtime.work import Observer, Work
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(eq=False)
-class _Update:
-  """An update whose groups are coming in.
-
-  Attributes:
-    claims: its micro-steps.
-    groups: taken in so far.
-    handed: sums that cells handed over, by the first micro-step in them; in
-      ordered mode each is of one.
-    metrics: of each pass taken.
-    told: that this pass is trained was told.
-    stepping: its sums are being combined and applied; nothing is claimed.
-    lives: how often it began anew.
-    taking: held, by cell, while it hands its sums over.
-    composing: makes the micro-steps of the group that came in last.
-  """
-
-  claims: Claims
-  groups: int = 0
-  handed: dict[int, Sums] = dataclasses.field(default_factory=dict)
-  metrics: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-  told: bool = False
-  stepping: bool = False
-  lives: int = 0
-  taking: dict[str, asyncio.Lock] = dataclasses.field(
-    default_factory=lambda: collections.defaultdict(asyncio.Lock)
-  )
-  composing: asyncio.Task | None = None
-
-  def start_over(self) -> None:
-    """Nothing has been computed."""
-    self.handed.clear()
-    self.metrics.clear()
-    self.claims.start_over()
-    self.told = self.stepping = False
-    self.lives += 1
-
-  def take(self) -> list[Sums]:
-    """The sums handed over, in an order that no time decides."""
-    out = [self.handed[i] for i in sorted(self.handed)]
-    self.handed.clear()
-    return out
 
 
 class Training:
@@ -100,18 +48,17 @@ class Training:
       start: runs a coroutine as a task of the run.
     """
     self._work, self._observer = work, observer
-    self._batch, self._drained, self._start = batch, drained, start
+    self._drained, self._start = drained, start
+    self._composer = Composer(work, batch)
     self._applied = self._held = version
-    self._updates: dict[int, _Update] = {}
+    self._updates: dict[int, Incoming] = {}
     self._workers: dict[str, Worker] = {}
     self._members: dict[str, asyncio.Task] = {}
     self._alive: set[str] = set()
     self._ready: set[str] = set()
     self._leaving: set[str] = set()
-    self._core = ""
+    self._core, self._losses = "", 0  # of cores
     self._news = asyncio.Condition()
-    # Groups are composed one after the other, as they were consumed.
-    self._composing = asyncio.Lock()
     # The core's weights stand still while a satellite takes them.
     self._weights = asyncio.Lock()
 
@@ -142,13 +89,13 @@ class Training:
 
   async def _take_weights(self, cell: str, worker: Worker) -> None:
     """A satellite joins with the core's; while these stand still."""
-    core = self._core
+    core, losses = self._core, self._losses
     if core:
       weights = await self._work.training_weights(
         self._workers[core], self._held
       )
       await worker.join(weights, self._held)
-    if not core or core != self._core:
+    if not core or losses != self._losses:
       raise CellError(f"{cell} cannot join: the core is lost")
 
   def enter(self, cell: str) -> None:
@@ -195,6 +142,7 @@ class Training:
     if core:
       self._ready.clear()
       self._core = ""
+      self._losses += 1
     for update in self._updates.values():
       if core:
         update.start_over()
@@ -210,12 +158,12 @@ class Training:
     async with self._weights:
       await core.resize(devices)
 
-  async def rehosted(self, cell: str, core: Core, version: int) -> bool:
-    """A cell has become the core, with the last committed state.
+  def rehosted(self, cell: str, core: Core, version: int) -> bool:
+    """A cell has become the core; `begin_anew` is to follow.
 
     Args:
       cell: its name.
-      core: the cell.
+      core: the cell, with the last committed state.
       version: of the state.
 
     Returns:
@@ -229,12 +177,13 @@ class Training:
     self._applied = self._held = version
     self._alive.add(cell)
     self._ready = {cell}
-    for name in list(self._members):
-      await self._unless_dead(name, self._workers[name].reset())
+    return unheard
+
+  async def begin_anew(self) -> None:
+    """Satellites in training discard what they added, and take the weights."""
     await self._refresh()
     for update in list(self._updates.values()):
       await self._settle(update)
-    return unheard
 
   async def _member(self, cell: str) -> None:
     """Works on micro-steps until the cell leaves or dies."""
@@ -249,7 +198,7 @@ class Training:
         if not await self._died(cell):
           raise
 
-  async def _claim(self, cell: str) -> tuple[_Update, MicroStep | None] | None:
+  async def _claim(self, cell: str) -> tuple[Incoming, MicroStep | None] | None:
     """What a cell does next; None instead of a micro-step: hands over."""
     async with self._news:
       while cell not in self._leaving:
@@ -263,7 +212,7 @@ class Training:
     return None
 
   async def _micro_step(
-    self, cell: str, update: _Update, micro: MicroStep
+    self, cell: str, update: Incoming, micro: MicroStep
   ) -> None:
     worker, lives = self._workers[cell], update.lives
     with self._observer.span(
@@ -314,29 +263,13 @@ class Training:
 
   def consume(self, group: int, number: int) -> None:
     """A group's micro-steps can be claimed, once they are composed."""
-    update = self._updates.setdefault(number, _Update(Claims(number)))
-    update.groups += 1
-    whole = update.groups == self._batch
-    update.composing = self._start(self._compose(update, group, whole))
+    update = self._updates.get(number)
+    if update is None:
+      update = self._updates[number] = Incoming(number)
+    composed = self._composer.consume(update, group, self._settle)
+    update.composing = self._start(composed)
 
-  async def _compose(self, update: _Update, group: int, whole: bool) -> None:
-    """Adds the micro-steps of a group, and keeps what a whole update is.
-
-    Deaths meanwhile are no concern of this: nothing of it is inside a cell.
-    """
-    claims = update.claims
-    async with self._composing:
-      for batch, groups in await self._work.compose(claims.update, group):
-        claims.add(batch, groups)
-      if whole:
-        for batch, groups in self._work.rest(claims.update):
-          claims.add(batch, groups)
-        claims.seal()
-    await self._settle(update)
-    if whole:
-      await self._work.keep(claims.update)
-
-  async def _settle(self, update: _Update) -> None:
+  async def _settle(self, update: Incoming) -> None:
     """Goes on when a pass is trained; wakes who waits for work."""
     claims = update.claims
     if claims.drained and not update.told:
@@ -347,7 +280,7 @@ class Training:
         self._drained(claims.update)
     await self._notify()
 
-  async def _take(self, update: _Update, cell: str) -> None:
+  async def _take(self, update: Incoming, cell: str) -> None:
     """A cell hands its sums over; its death no longer loses them."""
     async with update.taking[cell]:
       if cell not in update.claims.members():
@@ -363,7 +296,7 @@ class Training:
       if update.lives == lives and cell in update.claims.members():
         update.handed[min(update.claims.hand_over(cell))] = sums
 
-  async def _step(self, update: _Update) -> bool:
+  async def _step(self, update: Incoming) -> bool:
     """One optimizer step on the sums of all; False where a death forbids it.
 
     What is lost with the death is trained again, and the step taken then.
@@ -390,7 +323,7 @@ class Training:
       await self._settle(update)
     return False
 
-  async def _apply(self, update: _Update, core: str) -> None:
+  async def _apply(self, update: Incoming, core: str) -> None:
     """The core takes a step; while nobody takes its weights."""
     number, lives = update.claims.update, update.lives
     self._ready.clear()
@@ -402,22 +335,30 @@ class Training:
       update.metrics.append(metrics)
 
   async def _refresh(self) -> None:
-    """Satellites in training take the core's weights again."""
+    """Satellites in training take the core's weights again, one by one.
+
+    Who has them works meanwhile.
+    """
+    await self._notify()
     for name in [n for n in self._members if n not in self._ready]:
       try:
         await self._unless_dead(name, self._rejoin(name))
       except CellError as error:
         log.warning("%s does not help until it joins again: %s", name, error)
-    await self._notify()
 
   async def _rejoin(self, cell: str) -> None:
     async with self._weights:
-      if cell in self._members and self._core:
+      # It may have left since, or joined; and so may the core have.
+      lacks = cell in self._members and cell not in self._ready
+      if lacks and self._core in self._ready:
+        # What it may hold is of an update that began anew.
+        await self._workers[cell].reset()
         await self._take_weights(cell, self._workers[cell])
         if cell in self._members:
           self._ready.add(cell)
+    await self._notify()
 
-  async def _next_pass(self, update: _Update) -> None:
+  async def _next_pass(self, update: Incoming) -> None:
     if await self._step(update):
       update.claims.next_pass()
       update.told = update.stepping = False
@@ -450,5 +391,6 @@ class Training:
       return False
     self._updates.pop(number, None)
     self._applied = number
-    await self._refresh()
+    # Nobody waits for it: at the end of a burst the satellites are to serve.
+    self._start(self._refresh())
     return True

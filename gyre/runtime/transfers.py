@@ -171,9 +171,11 @@ class Transfers:
       await self._router.drain(cell)
     await self._training.leave(cell)
     version = await self._work.rehost(worker)
-    if await self._training.rehosted(cell, worker, version):
-      # Committed by the core that died before it could say so.
+    if self._training.rehosted(cell, worker, version):
+      # Committed by the core that died before it could say so. Told at once:
+      # this one may die before it has begun.
       self._tell(sched.Applied(self._clock(), version))
+    await self._training.begin_anew()
     self._training.enter(cell)
 
   async def _resize(self, cell: str, devices: tuple[int, ...]) -> None:

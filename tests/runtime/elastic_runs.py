@@ -170,7 +170,11 @@ class Mortal:
     if fails == "early":
       raise CellError(f"{self.name} cannot {name}")
     work = asyncio.ensure_future(getattr(self._inner, name)(*args))
-    await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+      await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+      work.cancel()  # its process is told
+      raise
     if death.done():
       work.cancel()
       await asyncio.gather(work, return_exceptions=True)
@@ -214,6 +218,17 @@ class SlowSums(EmulatedCore):
   async def apply(self, sums, version):
     self.applied.append(asyncio.get_running_loop().time())
     return await super().apply(sums, version)
+
+
+class SlowAgain(EmulatedCore):
+  """In training, it takes long to take later weights."""
+
+  again_s = 20.0
+
+  async def join(self, weights, version):
+    if self.role == "train" and weights is not None:
+      await asyncio.sleep(self.again_s)
+    await super().join(weights, version)
 
 
 def mortal(run_of, kind=None):

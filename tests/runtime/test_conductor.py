@@ -16,6 +16,7 @@ import pytest
 import virtual_time
 from elastic_runs import (
   Mortal,
+  SlowAgain,
   SlowSums,
   SlowWork,
   UnevenWork,
@@ -29,6 +30,7 @@ from elastic_runs import (
 )
 
 from gyre.elastic import scheduler as sched
+from gyre.rollout.engine import EngineDown
 from gyre.runtime import emulated_run, event_log
 from gyre.runtime import emulation as emulation_lib
 from gyre.sim import tables, workload
@@ -138,6 +140,7 @@ VARIANTS = {
   "evaluated": {"evaluated": 3},
   "composed slowly": {"passes": 2, "make_work": SlowWork},
   "handed over slowly": {"passes": 2, "kind": SlowSums},
+  "taken again slowly": {"passes": 2, "kind": SlowAgain},
   "beside a pool": {
     "cells": layout(2, 8, standalone=1),
     "phi": 0,
@@ -263,6 +266,76 @@ def test_sums_are_handed_over_while_others_work():
   assert waits == e.steps and early >= e.steps
   # Once an update, not whenever there is nothing to do.
   assert all(len(c.handing) <= e.steps for c in cells.values())
+
+
+class TimedWork(UnevenWork):
+  """When each publication began."""
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.begun = {}
+
+  async def publishable(self, core, version):
+    self.begun[version] = asyncio.get_running_loop().time()
+    return await super().publishable(core, version)
+
+
+def test_nobody_waits_for_satellites_that_take_the_weights_again():
+  """At the end of a burst, they are to serve."""
+  e = emulation(phi=0, mu=2, steps=4, window=9)
+
+  async def main():
+    run = emulated_run.EmulatedRun(e, mortal(e, SlowAgain), make_work=TimedWork)
+    check(run, await conducted(run))
+    return run.work
+
+  work = virtual_time.run(main())
+  for version in (2, 4):
+    assert work.begun[version] == pytest.approx(work.applied[version - 1])
+
+
+class Unheard(UnevenWork):
+  """The core dies when it has committed update 2, before it says so.
+
+  So does the next one, while others take its weights.
+  """
+
+  run_of = None
+
+  async def _dies(self, cell):
+    self.run_of.down(cell.name, "killed")
+    await cell.die()
+    self.run_of.workers[cell.name].born()
+    self.run_of.up(cell.name)
+
+  async def commit(self, core, update, metrics):
+    await super().commit(core, update, metrics)
+    if update == 2 and core.name == "cell 0":
+      await self._dies(core)
+      raise EngineDown(f"{core.name} is dead")
+
+  async def rehost(self, core):
+    version = await super().rehost(core)
+    if version == 2 and core.name == "cell 1":
+      asyncio.get_running_loop().call_later(
+        SlowAgain.again_s / 2,
+        lambda: asyncio.ensure_future(self._dies(core)),
+      )
+    return version
+
+
+def test_a_commit_that_two_cores_do_not_live_to_tell_of():
+  e = emulation(phi=0, steps=4, window=9)
+
+  async def main():
+    run = emulated_run.EmulatedRun(e, mortal(e, SlowAgain), make_work=Unheard)
+    run.work.run_of = run
+    check(run, await conducted(run))
+    events = [made["event"] for _, made in run.log.records]
+    lost = [e["CellDown"]["cell"] for e in events if "CellDown" in e]
+    assert lost == ["cell 0", "cell 1"]
+
+  quietly(main)
 
 
 def test_a_run_that_is_stopped_while_groups_are_composed_leaves_nothing():
