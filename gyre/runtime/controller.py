@@ -15,13 +15,14 @@ from typing import Any
 from gyre.config import Config
 from gyre.elastic import scheduler as sched
 from gyre.rollout.router import Router
-from gyre.runtime import launchers, metrics, reshard, run_work, warm_start
+from gyre.runtime import launchers, metrics, reshard, warm_start
 from gyre.runtime.cell import Worker
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.conductor import Conductor
 from gyre.runtime.launch import Launched
+from gyre.runtime.position import Position
 from gyre.runtime.record import Record
-from gyre.runtime.run_work import Position, RunWork
+from gyre.runtime.run_work import RunWork
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import Trainer, supervised
@@ -238,7 +239,7 @@ class Controller:
       policy=policy(config),
       steps=config.run.steps,
       resample=r.resample_limit if r.resample_zero_variance else 0,
-      resume=run_work.resumed(self.position, self.store, config),
+      resume=work.resumed(),
     )
     conductor = Conductor(state, workers, work, self.router, watch)
     work.resize_after(e.resize, conductor.ask_resize)

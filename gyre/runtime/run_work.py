@@ -24,6 +24,7 @@ from gyre.rollout.router import Router
 from gyre.runtime import collect, evaluate, publish, reshard, sampler
 from gyre.runtime.cell import Core, Worker
 from gyre.runtime.checkpoints import Checkpoints
+from gyre.runtime.position import PHASE, Position, flat, group_id
 from gyre.runtime.record import Record, peak_memory
 from gyre.runtime.runner import Runner
 from gyre.runtime.tasks import TaskSource
@@ -35,85 +36,11 @@ from gyre.store.rollouts import RolloutStore
 from gyre.trajectory.score import reward
 from gyre.types import Execution, Group, Snapshot
 
-PHASE = "train"
 _WEIGHTS = "weights"
 
 
 class RolloutError(RuntimeError):
   """No execution could be scored for long; the message says why."""
-
-
-@dataclasses.dataclass
-class Position:
-  """Where a run stands; a checkpoint's meta holds it as JSON.
-
-  Attributes:
-    phase: "warm" or "train".
-    step: steps taken in that phase.
-    published: the version that engines serve; at most `step`.
-    consumed: group_id -> step that trained it; every group of the run.
-    row: metrics of `step`, without its evaluation.
-    evaluated: the step last evaluated, before `step`'s own evaluation.
-    best: {"step", "reward"} before the evaluation of `step`.
-    lengths: of the files of `Record`, before the line of `step`.
-    wall_s: seconds taken, over all resumes.
-  """
-
-  phase: str = "warm"
-  step: int = 0
-  published: int = 0
-  consumed: dict[str, int] = dataclasses.field(default_factory=dict)
-  row: dict[str, Any] = dataclasses.field(default_factory=dict)
-  evaluated: int = -1
-  best: dict[str, Any] | None = None
-  lengths: dict[str, int] = dataclasses.field(default_factory=dict)
-  wall_s: float = 0.0
-
-
-def group_id(number: int) -> str:
-  """Returns the id of a group of training."""
-  return f"{PHASE}-{number:06d}"
-
-
-def _flat(rewards: Sequence[float | None], size: int) -> bool:
-  """Whether a group is whole and teaches nothing: its rewards are equal."""
-  scored = {r for r in rewards if r is not None}
-  return len(rewards) == size and len(scored) == 1
-
-
-def resumed(
-  position: Position, store: RolloutStore, config: Config
-) -> sched.Resumed:
-  """What the scheduler must know of a run to go on with it.
-
-  Args:
-    position: of the newest checkpoint.
-    store: derived from it already.
-    config: of the run; says what of the store was scored.
-  """
-  dropped = {e["payload"]["group"] for e in store.events("drop")}
-  groups, finished, consumed, flat = [], [], [], []
-  for group in store.groups(PHASE):
-    if group.group_id in position.consumed:
-      consumed.append(group.index)
-    elif group.index not in dropped:
-      groups.append((group.index, group.version))
-      ended = store.executions(group.group_id)
-      rewards = [reward(e.outcome, config.learner.score) for e in ended]
-      finished += [
-        ((group.index, e.index), r is not None)
-        for e, r in zip(ended, rewards, strict=True)
-      ]
-      if _flat(rewards, config.rollout.group_size):
-        flat.append(group.index)
-  return sched.Resumed(
-    version=position.step,
-    groups=tuple(groups),
-    finished=tuple(finished),
-    flat=tuple(flat),
-    consumed=tuple(consumed),
-    dropped=tuple(sorted(dropped)),
-  )
 
 
 class RunWork:
@@ -169,11 +96,34 @@ class RunWork:
     self._replaced = 0  # flat groups, for the present update
     self._sizes: dict[int, int] = {}
     self._stamps: dict[int, str] = {}  # version -> of its checkpoint
+    dropped = self._dropped()
     for group in store.groups(PHASE):
-      if group.group_id not in position.consumed:
-        self._groups[group.index] = group
-        for execution in store.executions(group.group_id):
-          self._finished[group.index][execution.index] = execution
+      if group.group_id in position.consumed or group.index in dropped:
+        continue
+      self._groups[group.index] = group
+      for execution in store.executions(group.group_id):
+        self._finished[group.index][execution.index] = execution
+
+  def _dropped(self) -> set[int]:
+    return {e["payload"]["group"] for e in self._store.events("drop")}
+
+  def resumed(self) -> sched.Resumed:
+    """What the scheduler must know of the run to go on with it."""
+    consumed = self.position.consumed
+    return sched.Resumed(
+      version=self.position.step,
+      groups=tuple((g.index, g.version) for g in self._groups.values()),
+      finished=tuple(
+        ((group, index), self._reward(execution) is not None)
+        for group, ended in self._finished.items()
+        for index, execution in ended.items()
+      ),
+      flat=tuple(group for group in self._groups if self.flat(group)),
+      consumed=tuple(
+        g.index for g in self._store.groups(PHASE) if g.group_id in consumed
+      ),
+      dropped=tuple(sorted(self._dropped())),
+    )
 
   def resize_after(
     self, sizes: Mapping[str, int], ask: Callable[[int], None]
@@ -220,7 +170,7 @@ class RunWork:
     done = await self._run(dispatch)
     await self._write(RolloutStore.put_execution, done)
     self._finished[number][index] = done
-    scored = reward(done.outcome, self._config.learner.score) is not None
+    scored = self._reward(done) is not None
     if scored:
       self._lost = 0
     return scored
@@ -239,11 +189,13 @@ class RunWork:
 
     await asyncio.to_thread(written)
 
+  def _reward(self, execution: Execution) -> float | None:
+    return reward(execution.outcome, self._config.learner.score)
+
   def flat(self, group: int) -> bool:
     """See work.Work."""
-    ended = self._finished.get(group, {}).values()
-    rewards = [reward(e.outcome, self._config.learner.score) for e in ended]
-    return _flat(rewards, self._config.rollout.group_size)
+    rewards = [self._reward(e) for e in self._finished.get(group, {}).values()]
+    return flat(rewards, self._config.rollout.group_size)
 
   def drop(self, group: int, reason: str) -> None:
     """See work.Work.
@@ -297,15 +249,13 @@ class RunWork:
     """See work.Work: arrays, or where other processes can read them."""
     if self._snapshots is None:
       return await core.weights()
-    self._remove_snapshot()
+    between = self._snapshots / _WEIGHTS  # two passes, or before a commit
+    if between.exists():
+      # Nobody else does: who joined has read it, who will is yet to ask.
+      manifest.remove(between)
     if version == self.position.step:
       return await self._verified(version)
-    return await core.snapshot(self._snapshots / _WEIGHTS)
-
-  def _remove_snapshot(self) -> None:
-    """Of weights between two passes; whoever joined has read it."""
-    if self._snapshots is not None and (self._snapshots / _WEIGHTS).exists():
-      manifest.remove(self._snapshots / _WEIGHTS)
+    return await core.snapshot(between)
 
   async def commit(
     self, core: Core, update: int, metrics: Sequence[Mapping[str, Any]]
@@ -341,7 +291,6 @@ class RunWork:
     made = self._updates[update]
     mine = [s.group.group_id for s in made.groups]
     self._store.mark_consumed(mine, update)
-    self._remove_snapshot()
     if update in self._sizes:
       self._ask(self._sizes[update])
     del self._updates[update]

@@ -13,11 +13,12 @@ from gyre import config as config_lib
 from gyre.rollout.engine import EngineDown
 from gyre.rollout.profile import Profile
 from gyre.rollout.router import Router
-from gyre.runtime import metrics, reshard, run_work
+from gyre.runtime import metrics, reshard
 from gyre.runtime.checkpoints import Checkpoints
 from gyre.runtime.emulated_cell import EmulatedCore
+from gyre.runtime.position import Position
 from gyre.runtime.record import Record
-from gyre.runtime.run_work import Position, RunWork
+from gyre.runtime.run_work import RunWork
 from gyre.runtime.tasks import TaskSource
 from gyre.runtime.trainer import SKIPPED
 from gyre.runtime.watch import Watch
@@ -311,6 +312,33 @@ def test_weights_that_other_processes_read(tmp_path):
   asyncio.run(main())
 
 
+def test_weights_that_are_read_while_an_update_is_committed(tmp_path):
+  """A satellite that joins meanwhile still reads them when it is."""
+
+  class Slow(EmulatedCore):
+    async def save(self, directory, meta):
+      await asyncio.sleep(0.05)
+      await super().save(directory, meta)
+
+  async def main():
+    shared = tmp_path / "shared"
+    async with made(tmp_path, snapshots=shared) as (work, *_):
+      await consume(work, 1, (0, 1))
+      core = Slow("cell 0", PROFILE)
+      await core.join(None, 0)
+      await core.apply([], 1)
+      commit = asyncio.ensure_future(work.commit(core, 1, [SKIPPED]))
+      await asyncio.sleep(0)
+      got = await work.training_weights(core, 1)
+      await commit
+      manifest.verify(got.path)
+      # Whoever asks next is given the checkpoint.
+      assert (await work.training_weights(core, 1)).path != got.path
+      assert not list(shared.iterdir())
+
+  asyncio.run(main())
+
+
 def test_groups_that_teach_nothing(tmp_path):
   """They are known when whole, by a resumed run too, and are counted."""
 
@@ -319,7 +347,7 @@ def test_groups_that_teach_nothing(tmp_path):
       CONFIG,
       rollout=dataclasses.replace(CONFIG.rollout, resample_zero_variance=True),
     )
-    async with made(tmp_path, config) as (work, store, _):
+    async with made(tmp_path, config) as (work, *_):
       for group in (2, 5):
         work.admit(group, 0)
         for i in range(config.rollout.group_size):
@@ -329,8 +357,7 @@ def test_groups_that_teach_nothing(tmp_path):
       work.drop(2, "flat")
       await consume(work, 1, (0, 1))
       assert not work.flat(1)
-      resumed = run_work.resumed(work.position, store, config)
-      assert resumed.flat == (5,)
+      assert work.resumed().flat == (5,)
       core = EmulatedCore("cell 0", PROFILE)
       await core.join(None, 0)
       for update, replaced in ((1, 1), (2, 0)):
@@ -338,5 +365,13 @@ def test_groups_that_teach_nothing(tmp_path):
         assert work.position.row["group/resampled"] == replaced
         if update == 1:
           await consume(work, 2, (3, 4))
+    async with made(tmp_path, config) as (work, *_):
+      resumed = work.resumed()
+      assert (resumed.flat, resumed.dropped) == ((5,), (2,))
+      assert resumed.groups == ((5, 0),) and resumed.version == 2
+      assert sorted(resumed.consumed) == [0, 1, 3, 4]
+      assert resumed.finished == tuple(
+        ((5, i), True) for i in range(config.rollout.group_size)
+      )
 
   asyncio.run(main())
