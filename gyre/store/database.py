@@ -48,21 +48,31 @@ class Database:
       self._db = sqlite3.connect(
         uri, uri=True, isolation_level=None, timeout=_WAIT_S
       )
-      if not readonly:
+    except sqlite3.Error as error:
+      raise StoreError(f"cannot open {self.path}: {error}") from None
+    try:
+      self._open()
+    except BaseException:
+      self._db.close()
+      raise
+
+  def _open(self) -> None:
+    """Makes the tables, or brings them up to date."""
+    try:
+      if not self._readonly:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
       version = self._db.execute("PRAGMA user_version").fetchone()[0]
       empty = not self._db.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.Error as error:
       raise StoreError(f"cannot open {self.path}: {error}") from None
-    if empty and not readonly:
+    if empty and not self._readonly:
       with self.writing():
         for statement in schema.TABLES.split(";\n"):
           if statement.strip():
             self._db.execute(statement)
         self._db.execute(f"PRAGMA user_version={schema.VERSION}")
     elif not 1 <= version <= schema.VERSION:
-      self._db.close()
       raise StoreError(
         f"{self.path} has schema {version}, this gyre reads {schema.VERSION}"
       )

@@ -1,6 +1,8 @@
 """Files of earlier and of other schemas."""
 
 import dataclasses
+import os
+import pathlib
 import sqlite3
 
 import numpy as np
@@ -108,10 +110,18 @@ def test_other_schema_is_refused(tmp_path):
   db = sqlite3.connect(path)
   db.execute("PRAGMA user_version=99")
   db.close()
-  with pytest.raises(StoreError, match=r"schema 99.*reads 3"):
-    RolloutStore(path)
-  with pytest.raises(StoreError, match=r"none\.sqlite"):
-    RolloutStore(tmp_path / "none.sqlite", readonly=True)
   (tmp_path / "junk").write_bytes(b"not a database, surely" * 99)
-  with pytest.raises(StoreError, match="junk"):
-    RolloutStore(tmp_path / "junk")
+  errors = []
+  for name, message, readonly in (
+    ("r.sqlite", r"schema 99.*reads 3", False),
+    ("none.sqlite", r"none\.sqlite", True),
+    ("junk", "junk", False),
+  ):
+    with pytest.raises(StoreError, match=message) as error:
+      RolloutStore(tmp_path / name, readonly=readonly)
+    errors.append(error)
+  # No file stays open for as long as somebody holds the error.
+  opened = [
+    os.path.realpath(p) for p in pathlib.Path("/proc/self/fd").iterdir()
+  ]
+  assert not [p for p in opened if p.startswith(str(tmp_path))] and errors
