@@ -55,7 +55,13 @@ def _pad_extras(extras: Extras, padded: Batch) -> Extras:
 
 
 class CellWorker:
-  """A satellite, or a cell that only serves; see cell.Worker."""
+  """A satellite, or a cell that only serves; see cell.Worker.
+
+  For subclasses: `_do` runs what touches arrays in the cell's thread. There
+  `_weights` are what it trains on, `_check_join` and `_place` take those of
+  `join`, and `_free_training` gives all of training up: `_params`, `_sums` and
+  `_placed_reference`, which are the thread's alone.
+  """
 
   def __init__(
     self,
@@ -147,17 +153,19 @@ class CellWorker:
   async def serve(self, weights: Any, version: int) -> None:
     """See cell.Worker."""
     await self._do(self._free_training)
-    self.role, given = "idle", (weights, version)
+    self.role = "idle"
+    arrays = await self._do(self._read, weights, version)
     if self.engine is None:
-      weights = await self._do(self._read, weights, version)
-      await self.start_engine(weights, version).ready()
+      await self.start_engine(arrays, version).ready()
     else:
-      weights = await self._do(self._read, weights, version)
       await self.engine.wake()
-      await publish.publish(self.engine, weights, version)
+      await publish.publish(self.engine, arrays, version)
     self.role = "rollout"
-    # Weights of the host cost the devices nothing.
-    self._served = None if _on_devices(given[0]) else given
+    self._remember(weights, version)
+
+  def _remember(self, weights: Any, version: int) -> None:
+    """What it serves, to be served again; what costs the devices nothing."""
+    self._served = None if _on_devices(weights) else (weights, version)
 
   async def publish(self, weights: Any, version: int) -> None:
     """The engine, which serves, takes weights; what it then uses is checked.
@@ -165,8 +173,9 @@ class CellWorker:
     Raises:
       PublishError: it uses others.
     """
-    weights = await self._do(self._read, weights, version)
-    await publish.publish(self.engine, weights, version)
+    arrays = await self._do(self._read, weights, version)
+    await publish.publish(self.engine, arrays, version)
+    self._remember(weights, version)
 
   def _free_training(self) -> None:
     """Frees every array of training; in the thread."""
@@ -192,10 +201,16 @@ class CellWorker:
     except Exception:  # raised again: the cell serves as before it
       await self._do(self._free_training)
       self.role = "idle"
-      if before == "rollout" and self._served is not None:
-        await self.serve(*self._served)
+      if before == "rollout":
+        await self._serve_again()
       raise
     self._version, self.role = version, "train"
+
+  async def _serve_again(self) -> None:
+    """Unless the engine was given later weights, which only their giver has."""
+    weights, version = self._served or (None, -1)
+    if version == self.engine.stats().version:
+      await self.serve(weights, version)
 
   def _check_join(self, weights: Any, version: int) -> None:
     """Refuses weights that cannot be taken; in the thread."""

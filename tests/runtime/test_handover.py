@@ -11,7 +11,7 @@ import pytest
 import toy_cells as toy
 
 from gyre.rollout.engine import Request
-from gyre.runtime import reshard
+from gyre.runtime import publish, reshard
 from gyre.runtime.cell import CellError
 from gyre.store import manifest
 from gyre.types import Snapshot
@@ -165,6 +165,15 @@ def test_a_join_that_fails_leaves_the_engine_serving(tmp_path):
         await cell.join(given, 0)
       assert cell.role == "rollout"
       assert await _tokens(cell) == expected
+    # Of what it was given since, too; but not of what only its engine was.
+    await cell.publish(weights, 1)
+    with pytest.raises(CellError, match="embed"):
+      await cell.join(other, 0)
+    assert await _tokens(cell) == (expected[0], [1] * 6)
+    await publish.publish(cell.engine, weights, 2)
+    with pytest.raises(CellError, match="embed"):
+      await cell.join(other, 0)
+    assert cell.role == "idle" and cell.engine.stats().asleep
     await cell.join(snapshot, 0)
     assert cell.role == "train"
     await cell.close()
