@@ -187,8 +187,11 @@ class Link:
       try:
         answer = await future
       except asyncio.CancelledError:
-        if self._pending.pop(number, None) and self._writer is writer:
-          self.send(frames.Cancel(number))
+        waited = self._pending.pop(number, None)
+        if self._writer is writer:
+          # Or it has answered: what came with it is to be let go.
+          end = frames.Cancel if waited else frames.Taken
+          self.send(end(number))
         raise
     finally:
       if held is not None:

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from gyre import types
 from gyre.rollout import engine
-from gyre.runtime import frames
+from gyre.runtime import exchange, frames, remote
 
 _DTYPES = st.sampled_from(["<f4", "<f8", "<i4", "<i8", "|u1", "|b1", "<f2"])
 _ARRAYS = _DTYPES.flatmap(
@@ -179,3 +179,39 @@ def test_frames_are_read_or_refused():
 def test_noise_is_refused(noise):
   with pytest.raises(frames.FrameError):
     frames.decode(noise)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_caller_that_goes_leaves_nothing_behind(tmp_path, answered):
+  """Neither a call at work, nor what came with an answer just then."""
+
+  async def main():
+    sent = bytearray()
+
+    class Writer:
+      write = sent.extend
+
+    link = remote.Link("cell 0", tmp_path)
+    link.connect(Writer())
+    asked = asyncio.ensure_future(link.build("emulated", {}))
+    await asyncio.sleep(0)
+    link.receive(frames.Reply(1, frames.pack({}, {})))
+    await asked
+    asked = asyncio.ensure_future(link.call("sums"))
+    await asyncio.sleep(0)
+    if answered:
+      file = exchange.ArrayFile("/proc/1/fd/1", 1, "")
+      link.receive(frames.Reply(2, frames.pack({}, {}), arrays=file))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await asked
+    return bytes(sent)
+
+  async def messages(data):
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return [await frames.read(reader) for _ in range(3)]
+
+  *_, last = asyncio.run(messages(asyncio.run(main())))
+  assert last == (frames.Taken(2) if answered else frames.Cancel(2))
