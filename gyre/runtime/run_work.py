@@ -96,6 +96,7 @@ class RunWork:
     self._replaced = 0  # flat groups, for the present update
     self._sizes: dict[int, int] = {}
     self._stamps: dict[int, str] = {}  # version -> of its checkpoint
+    self._storing = asyncio.Lock()
     dropped = self._dropped()
     for group in store.groups(PHASE):
       if group.group_id in position.consumed or group.index in dropped:
@@ -168,7 +169,9 @@ class RunWork:
       self._config.run.seed,
     )[index]
     done = await self._run(dispatch)
-    await self._write(RolloutStore.put_execution, done)
+    # One at a time: what the loop itself writes waits for few others.
+    async with self._storing:
+      await self._write(RolloutStore.put_execution, done)
     self._finished[number][index] = done
     scored = self._reward(done) is not None
     if scored:

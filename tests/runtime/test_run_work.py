@@ -229,8 +229,10 @@ class Held(tuple):
   """Calls that nobody gets to see before the event loop has had its turn."""
 
   turn: threading.Event
+  begun = 0
 
   def __iter__(self):
+    Held.begun += 1
     assert self.turn.wait(30), "the event loop stands still"
     return super().__iter__()
 
@@ -272,6 +274,22 @@ def test_the_loop_goes_on_while_executions_are_stored_scored_and_audited(
         "train-000000",
         "train-000001",
       }
+      # Of many that end at once the loop's own writes wait for one.
+      work.admit(2, 0)
+      begun = Held.begun
+
+      async def together():
+        return await asyncio.gather(*(work.run((2, i)) for i in range(3)))
+
+      turn.clear()
+      task = asyncio.ensure_future(together())
+      while Held.begun == begun:
+        await asyncio.sleep(0.01)
+      await asyncio.sleep(0.02)
+      assert Held.begun == begun + 1
+      store.put_event("meanwhile", {}, step=1)
+      turn.set()
+      assert all(await task)
 
   asyncio.run(main())
 
