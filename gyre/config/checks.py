@@ -243,6 +243,12 @@ def _check_elastic(config: Config) -> None:
       f"elastic.resize maps updates to 1 to {width} devices of the first cell, "
       f"got {after!r}: {devices!r}",
     )
+    fixed = config.mesh.data * config.mesh.tensor
+    _require(
+      not devices % fixed,
+      f"elastic.resize {after}: {devices} devices are no multiple of mesh.data "
+      f"times mesh.tensor, {fixed}: mesh.fsdp alone is resized",
+    )
   _require(
     not (e.resize and e.launcher == "local"),
     "elastic.resize needs elastic.launcher 'inprocess': a process holds its "

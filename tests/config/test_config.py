@@ -96,6 +96,10 @@ def test_to_dict_round_trips():
       ({"mesh": {"data": 2}, "elastic": {"resize": wrong}}, "elastic.resize")
       for wrong in ({"x": 1}, {"²": 1}, {"1": 0}, {"1": 3}, {"1": True})
     ),
+    (
+      {"mesh": {"data": 2, "fsdp": 2}, "elastic": {"resize": {"1": 3}}},
+      "3 devices are no multiple of mesh.data times mesh.tensor, 2",
+    ),
     ({"trajectory": {"mode": "twice"}}, "trajectory.mode"),
     ({"trajectory": {"max_samples": -1}}, "trajectory.max_samples"),
     ({"trajectory": {"token_budget": -1}}, "trajectory.token_budget"),
