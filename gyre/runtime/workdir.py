@@ -21,7 +21,13 @@ from gyre.config import Config, ConfigError
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-_FREE = ("run.steps", "elastic.launcher", "elastic.restarts")
+# What a run may go on with under other values.
+_FREE = (
+  "run.steps",
+  "elastic.launcher",
+  "elastic.restarts",
+  "rollout.engines",
+)
 
 
 class Lock:

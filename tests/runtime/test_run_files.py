@@ -54,6 +54,8 @@ def test_another_configuration_is_refused(tmp_path):
   workdir.check_config(tmp_path, config)
   more = dataclasses.replace(config, run=Run(seed=1, steps=9))
   workdir.check_config(tmp_path, more)
+  engines = dataclasses.replace(config.rollout, engines=2)
+  workdir.check_config(tmp_path, dataclasses.replace(more, rollout=engines))
   with pytest.raises(ConfigError, match=r"5 steps.*run.steps 3"):
     fewer = dataclasses.replace(config, run=Run(seed=1, steps=3))
     workdir.check_config(tmp_path, fewer)
