@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def stateless(first):
   """A CoreWorker without a state, on other devices than the core's."""
   made, config = toy.trainer((1, 1, 1), first), toy.make_config()
-  return CoreWorker(f"cell {first}", made, config, programs=toy.PROGRAMS)
+  return CoreWorker(f"cell {first}", made, config, programs=toy.programs())
 
 
 def copies(tree):

@@ -99,12 +99,17 @@ def batches(seed=0, rows=2, groups=12):
   ).batches
 
 
+def _optimised():
+  """What is compiled otherwise rounds otherwise: they are kept apart."""
+  return not jax.config.values["jax_disable_most_optimizations"]
+
+
 _TRAINERS = {}
 
 
 def trainer(sizes, first=0, **learner):
   """A Trainer over a sub-mesh; its programs are compiled once a session."""
-  key = (sizes, first, tuple(sorted(learner.items())))
+  key = (_optimised(), sizes, first, tuple(sorted(learner.items())))
   if key not in _TRAINERS:
     made = Trainer(MODEL, mesh(sizes, first), make_config(**learner))
     _TRAINERS[key] = made
@@ -113,12 +118,17 @@ def trainer(sizes, first=0, **learner):
   return made
 
 
-PROGRAMS = {}  # of engines, by device
+_PROGRAMS = {True: {}, False: {}}
+
+
+def programs():
+  """Compiled steps of engines, by device."""
+  return _PROGRAMS[_optimised()]
 
 
 def _cell(kind, name, sizes, first, learner):
   made, config = trainer(sizes, first, **learner), make_config(**learner)
-  return kind(name, made, config, programs=PROGRAMS)
+  return kind(name, made, config, programs=programs())
 
 
 def core(sizes=(1, 1, 1), first=0, **learner):
