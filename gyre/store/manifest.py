@@ -198,7 +198,8 @@ def stamp(directory: str | os.PathLike) -> str:
   """Returns what changes when a file of a directory does; none is read.
 
   Whatever writes to a file, replaces or adds one changes the time of change
-  of an inode, which no call can set back. A disk that loses bits does not.
+  of an inode, which no call can set back. A disk that loses bits does not, nor
+  does who had the file mapped, and the page written, before.
 
   Args:
     directory: of any files, the manifest among them.
