@@ -262,7 +262,10 @@ def benchmark(
   known = {p for c in cases for p in c.peers}
   for peer in peers:
     if peer not in known:
-      raise BenchError(f"{name} knows no peer {peer!r}; it knows {known or {}}")
+      raise BenchError(
+        f"{name} knows no peer {peer!r}; it knows "
+        f"{', '.join(sorted(known)) or 'none'}"
+      )
   rows, all_runs = [], []
   for case in cases:
     runs, variants = run_case(name, case, peers, rounds, options.device)

@@ -116,6 +116,21 @@ class Replicas:
     """See engine.Engine."""
     await self._each(lambda e: e.wake())
 
+  async def fingerprint(self) -> fingerprint_lib.Fingerprint:
+    """Of the weights that all of them compute with.
+
+    Raises:
+      ValueError: they differ, or have none.
+    """
+    first, *others = await self._each(lambda e: e.fingerprint())
+    for e, one in zip(self._engines[1:], others, strict=True):
+      if text := fingerprint_lib.difference(first, one):
+        raise ValueError(
+          f"engine {e.name} holds other weights than "
+          f"{self._engines[0].name}: {text}"
+        )
+    return first
+
   def fingerprint_of(self, weights: Any) -> fingerprint_lib.Fingerprint:
     """See fingerprint.Fingerprinted."""
     return self._engines[0].fingerprint_of(weights)

@@ -140,8 +140,11 @@ def test_on_two_devices_they_sample_what_one_does():
     # All must use what is published.
     await policy.load_weights(params_of(1), 1)
     assert await policy.difference(expected) == ""
+    assert await policy.fingerprint() == expected
     await engines[1].load_weights(params_of(), 1)
     assert (await policy.difference(expected)).startswith("second: ")
+    with pytest.raises(ValueError, match="second holds other weights than jax"):
+      await policy.fingerprint()
     await policy.close()
 
   asyncio.run(asyncio.wait_for(main(), 120))
