@@ -10,31 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import small_model
 
 from gyre import config
 from gyre.models import attention, transformer
 from gyre.models import params as params_lib
-from gyre.models.config import ModelConfig
 from gyre.rollout import engine
 from gyre.rollout.jax_engine import JaxEngine
 
 V = 300
 
 
-CFG = ModelConfig(
-  "qwen3",
-  vocab_size=V,
-  hidden_size=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  mlp_dim=64,
-  context_length=256,
-  tie_embeddings=True,
-  qk_norm=True,
-  init_std=0.2,
-  layer_windows=(None, 40),
+CFG = dataclasses.replace(
+  small_model(V, 0)[0], context_length=256, layer_windows=(None, 40)
 )
 
 

@@ -5,40 +5,20 @@ its calls have left it, woken and given its weights before the next comes.
 """
 
 import asyncio
-import functools
 
 import jax
 import numpy as np
 import pytest
+from small_model import small_model
 
 from gyre import config
-from gyre.models import params as params_lib
-from gyre.models.config import ModelConfig
 from gyre.rollout import engine
 from gyre.rollout.jax_engine import JaxEngine
 from gyre.rollout.router import Router
 
 V = 300
 TOKENS = 600
-CFG = ModelConfig(
-  "qwen3",
-  vocab_size=V,
-  hidden_size=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  mlp_dim=64,
-  context_length=1024,
-  tie_embeddings=True,
-  qk_norm=True,
-  init_std=0.2,
-)
-
-
-@functools.cache
-def _params():
-  return params_lib.init_params(params_lib.param_specs(CFG), jax.random.key(0))
+CFG, PARAMS = small_model(V, 0)
 
 
 class Stepwise(JaxEngine):
@@ -55,7 +35,7 @@ _PROGRAMS = {}
 def _engine(name, device, deterministic):
   key = (deterministic, device)
   e = Stepwise(
-    _params(),
+    PARAMS,
     CFG,
     rollout=config.Rollout(
       max_slots=8, prefill_chunk=64, num_pages=256, page_size=8
@@ -115,7 +95,7 @@ async def _switch(router, source, target, engines):
 
 async def _return(router, cell, engines):
   await engines[cell].wake()
-  await engines[cell].load_weights(_params(), 0)
+  await engines[cell].load_weights(PARAMS, 0)
   router.serve(cell)
 
 
