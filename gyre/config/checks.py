@@ -220,7 +220,7 @@ def _check_elastic(config: Config) -> None:
     f"elastic.trainer needs engines beside it: elastic.standalone "
     f"{e.standalone} must be all others of elastic.cells {e.cells}",
   )
-  width = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+  width = config.mesh.size
   _require(
     e.cells * width <= _MOST_DEVICES,
     f"elastic.cells {e.cells} of {width} devices each are more than "

@@ -260,11 +260,16 @@ class Optim:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-  """Sizes of the mesh axes; their product is the number of devices used."""
+  """Sizes of the mesh axes; `size`, their product, is the devices used."""
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
+
+  @property
+  def size(self) -> int:
+    """Devices of the mesh."""
+    return self.data * self.fsdp * self.tensor
 
 
 @dataclasses.dataclass(frozen=True)

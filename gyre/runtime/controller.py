@@ -40,8 +40,7 @@ def cell_names(config: Config) -> list[str]:
 
 def layout(config: Config) -> sched.Layout:
   """Returns the cells of a run: the core, satellites, standalone ones."""
-  e, m, r = config.elastic, config.mesh, config.rollout
-  width = m.data * m.fsdp * m.tensor
+  e, r, width = config.elastic, config.rollout, config.mesh.size
 
   def kind(i: int) -> str:
     if i == 0:

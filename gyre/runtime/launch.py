@@ -120,7 +120,7 @@ def cell_meshes(config: Config) -> tuple[jax.sharding.Mesh, ...]:
     ConfigError: devices are missing; says how many.
   """
   m, cells = config.mesh, _cells_here(config)
-  width = m.data * m.fsdp * m.tensor
+  width = m.size
   devices, need = jax.devices(), cells * width
   if need > len(devices):
     have = len(devices)
@@ -150,8 +150,7 @@ def use_host_devices(config: Config) -> None:
   """
   if config.elastic.launcher == "local":
     jax.config.update("jax_platforms", "cpu")
-  m = config.mesh
-  need = _cells_here(config) * m.data * m.fsdp * m.tensor
+  need = _cells_here(config) * config.mesh.size
   flags = os.environ.get("XLA_FLAGS", "")
   if need > 1 and "host_platform_device_count" not in flags:
     jax.config.update("jax_num_cpu_devices", need)

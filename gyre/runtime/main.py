@@ -224,7 +224,7 @@ async def _evaluate(
 def compile_only(config: Config) -> None:
   """Compiles the train step for the mesh and prints bytes per device."""
   m = config.mesh
-  need = m.data * m.fsdp * m.tensor
+  need = m.size
   if os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
     jax.config.update("jax_num_cpu_devices", need)
   _cache()

@@ -331,7 +331,7 @@ def resized(
         "do, or name the sizes"
       )
     sizes = config.Mesh(mesh.shape["data"], n // fixed, mesh.shape["tensor"])
-  need = sizes.data * sizes.fsdp * sizes.tensor
+  need = sizes.size
   if need != n:
     raise CheckpointError(f"{sizes} takes {need} devices, not {n}")
   return state_lib.make_mesh(sizes, [have[i] for i in devices])

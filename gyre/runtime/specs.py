@@ -84,7 +84,7 @@ def jax_spec(
     options["compilation_cache"] = compilation_cache
   env = {"JAX_PLATFORMS": platform}
   if platform == "cpu":
-    count = len(devices or ()) or sizes.data * sizes.fsdp * sizes.tensor
+    count = len(devices or ()) or sizes.size
     others = os.environ.get("XLA_FLAGS", "").split()
     flags = [f for f in others if not f.startswith(_HOST_DEVICES)]
     env["XLA_FLAGS"] = " ".join([*flags, f"{_HOST_DEVICES}={count}"])
